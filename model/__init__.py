@@ -1,0 +1,1 @@
+"""What one can do with a model: define, save, load, sample, score."""

@@ -1,0 +1,157 @@
+"""Checkpoints: written beside and renamed into place, checked on reading, never able to run code.
+
+    checkpoints/step-0000500/model.safetensors   the weights
+                             optimizer.pt        optimizer and random states
+                             state.json          everything else, with checksums of the two above
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from model.config import ModelConfig, RopeConfig, SinusoidalConfig
+from model.transformer import Transformer
+
+STATE, WEIGHTS, OPTIMIZER = "state.json", "model.safetensors", "optimizer.pt"
+
+
+def save(folder: Path, model: Transformer, optimizer: dict[str, Any], state: dict[str, Any]) -> Path:
+    """Write the checkpoint of `state["step"]` into `folder`; it appears whole or not at all.
+
+    Args:
+        folder: the run's checkpoint folder.
+        model: the bare model, not a compiled or wrapped one.
+        optimizer: tensors and plain values to go on from, for torch.load with weights_only.
+        state: plain values; must hold `step`.
+
+    Returns its folder. One that is there already for this step is left as it is.
+    """
+    target = folder / f"step-{state['step']:07d}"
+    if target.is_dir():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{target.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        # Contiguous copies on the CPU, so that a checkpoint loads on any machine.
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        safetensors.torch.save_file(weights, temporary / WEIGHTS)
+        torch.save(optimizer, temporary / OPTIMIZER)
+        description = {
+            **state,
+            "model": asdict(model.config),
+            "vocab_size": model.vocab_size,
+            "sha256": {name: _sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)},
+        }
+        (temporary / STATE).write_text(json.dumps(description, indent=2))
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        os.rename(temporary, target)
+        _sync(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """All finished checkpoints of a run folder, oldest first."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if (path / STATE).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest(run: Path) -> Path:
+    """The newest checkpoint; FileNotFoundError if there is none."""
+    found = checkpoints(run)
+    if not found:
+        raise FileNotFoundError(f"{run} holds no checkpoint")
+    return found[-1]
+
+
+def best(run: Path) -> Path | None:
+    """The checkpoint of the lowest validation loss, None if no checkpoint was validated."""
+    losses = {path: read_state(path).get("val_loss") for path in checkpoints(run)}
+    validated = [path for path, loss in losses.items() if loss is not None]
+    return min(validated, key=lambda path: losses[path], default=None)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one."""
+    spared = {*checkpoints(run)[-keep:], best(run)}
+    for path in checkpoints(run):
+        if path not in spared:
+            # state.json goes first: what is left of a deletion cut short is no checkpoint.
+            (path / STATE).unlink()
+            shutil.rmtree(path)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint; ValueError if it cannot be read."""
+    try:
+        return json.loads((checkpoint / STATE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{checkpoint / STATE} cannot be read: {error}") from error
+
+
+def load_model(checkpoint: Path, device: str | torch.device = "cpu") -> Transformer:
+    """Build the model a checkpoint describes and load its weights, strictly.
+
+    Raises:
+        ValueError: the file is damaged, or does not hold exactly the weights of the described model.
+    """
+    state = read_state(checkpoint)
+    _check(checkpoint, WEIGHTS, state)
+    model = Transformer(model_config(state["model"]), state["vocab_size"])
+    load_weights(model, checkpoint)
+    return model.to(device)
+
+
+def load_weights(model: Transformer, checkpoint: Path) -> None:
+    """Copy a checkpoint's weights into `model`; ValueError unless names and shapes agree exactly."""
+    try:
+        model.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS), strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint} does not fit the model: {' '.join(str(error).split())}") from error
+
+
+def load_optimizer(checkpoint: Path) -> dict[str, Any]:
+    """What was saved as `optimizer`; ValueError if the file is damaged."""
+    _check(checkpoint, OPTIMIZER, read_state(checkpoint))
+    return torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
+
+
+def model_config(values: dict[str, Any]) -> ModelConfig:
+    """Settings of the model from the plain values in state.json; unknown or missing ones are errors."""
+    known = {"rope": RopeConfig, "sinusoidal": SinusoidalConfig}
+    try:
+        return ModelConfig(**{key: known[key](**value) if key in known else value for key, value in values.items()})
+    except TypeError as error:
+        raise ValueError(f"the checkpoint describes a model that this version does not know: {error}") from error
+
+
+def _check(checkpoint: Path, name: str, state: dict[str, Any]) -> None:
+    path = checkpoint / name
+    if not path.is_file() or _sha256(path) != state["sha256"][name]:
+        others = [other.name for other in checkpoints(checkpoint.parent.parent) if other != checkpoint]
+        offer = f"; older ones are {', '.join(others)}" if others else ""
+        raise ValueError(f"{path} is missing or damaged{offer}: delete {checkpoint} to go on from the one before")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,75 @@
+"""Rotary position embedding: Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864, section 3.2.
+
+A head of width d is read as d/2 points in the plane, (x0, x1), (x2, x3), ... The point k of a token at
+position p is turned by the angle p * theta_k. The dot product of a query at i with a key at j then
+depends on i - j alone, since turning both by the same angle changes nothing.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.positions.base import PositionEncoding
+
+
+def rope_frequencies(head_dim: int, theta: float = 10000.0) -> Float[Tensor, "pairs"]:
+    """Radians per position of each pair, theta_k = theta^(-2k / head_dim), k = 0 .. head_dim/2 - 1.
+
+    Pair 0 is the fastest (one turn every 2 pi positions) and the last pair the slowest. Computed from
+    Python floats and rounded once, to fp32 (RoFormer, equation 15). ValueError for an odd head_dim.
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}: rotary pairs need it even")
+    return torch.tensor([theta ** (-2 * k / head_dim) for k in range(head_dim // 2)], dtype=torch.float32)
+
+
+def rope_tables(
+    positions: Int[Tensor, "batch seq"], frequencies: Float[Tensor, "pairs"]
+) -> tuple[Float[Tensor, "batch 1 seq pairs"], Float[Tensor, "batch 1 seq pairs"]]:
+    """Cosine and sine of every rotation angle, in the dtype of `frequencies`, for all heads alike.
+
+    A broadcast product, not a matmul: autocast would run a matmul in bf16, where only 641 of the
+    first 2048 positions are distinct.
+    """
+    angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies.to(positions.device)
+    return angles.cos(), angles.sin()
+
+
+def rotate_pairs(
+    x: Float[Tensor, "batch heads seq head_dim"],
+    cos: Float[Tensor, "#batch 1 seq pairs"],
+    sin: Float[Tensor, "#batch 1 seq pairs"],
+) -> Float[Tensor, "batch heads seq head_dim"]:
+    """Turn each pair (x[2k], x[2k+1]) by its angle (RoFormer, equation 34); shape and dtype are kept."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def apply_rotary_pos_emb(
+    x: Float[Tensor, "batch num_heads seq_len head_dim"],
+    pos: Int[Tensor, "#batch seq_len"],
+    theta: float = 10000.0,
+) -> Float[Tensor, "batch num_heads seq_len head_dim"]:
+    """Rotate queries or keys `x` to their positions `pos`; the result has x's shape and dtype.
+
+    The same as reading each pair as a complex number z and multiplying it by exp(i p theta_k). Pairs
+    are interleaved. Angles are computed in fp32, or in fp64 where x is fp64. ValueError for an odd
+    head_dim.
+    """
+    frequencies = rope_frequencies(x.shape[-1], theta)
+    if x.dtype == torch.float64:
+        exponents = torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1]
+        frequencies = theta**-exponents
+    return rotate_pairs(x, *rope_tables(pos, frequencies))
+
+
+class Rotary(PositionEncoding):
+    """RoPE in every attention layer: queries and keys are turned, values carry no position."""
+
+    def __init__(self, config: ModelConfig, positions: Tensor, key_positions: Tensor) -> None:
+        super().__init__(config, positions, key_positions)
+        self.cos, self.sin = rope_tables(positions, rope_frequencies(config.head_dim, config.rope.theta))
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate_pairs(q, self.cos, self.sin), rotate_pairs(k, self.cos, self.sin)

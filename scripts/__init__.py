@@ -1,0 +1,1 @@
+"""Questions asked from the command line. Nothing else imports from here."""

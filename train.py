@@ -1,0 +1,548 @@
+"""Train one model: `python train.py --config small.yaml`.
+
+Everything happens in the order it is written here: settings, device, run folder, data, model,
+optimizer, resume, then step after step with validation and checkpoints, and the length curve at the end.
+"""
+
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+from tqdm import tqdm
+
+from configs.schema import EvalConfig, Experiment, SettingsError, TrainConfig, fail, parse_experiment, to_yaml
+from configs.tracking import Metrics, Wandb, plot_lengths
+from data import batches
+from data.prepare import PreparedData, Tokens, prepare
+from data.tokenizer import TextStream, byte_lengths, end_of_text_id
+from model import checkpoint
+from model.generation import generate
+from model.scoring import score_windows, token_losses
+from model.transformer import Transformer
+
+# What a resumed run may not change: it would no longer be the same run.
+FIXED_ON_RESUME = ("model", "data", "seed", "train.batch_size")
+FREE_ON_RESUME = ("data.cache_dir",)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient stopped being a number."""
+
+
+class StopRequest:
+    """SIGINT and SIGTERM: noted while `graceful`, so that the step can end and be saved; at once otherwise."""
+
+    def __init__(self) -> None:
+        self.graceful = False
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.graceful or self.signal is not None:
+            sys.exit(128 + number)
+        self.signal = number
+
+
+@dataclass
+class Progress:
+    """Where training stands; with the weights, the optimizer and the random state, all there is to resume."""
+
+    step: int = 0
+    tokens: int = 0
+    # Losses since the last line of metrics, so that a resumed run logs the same means.
+    pending: list[float] | None = None
+    val_loss: float | None = None
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of the update from `step` to `step + 1`: a pure function, above 0 at every step.
+
+    Linear warm-up, then a cosine (Loshchilov and Hutter 2017) or warm-up, stable, decay (Hu et al. 2024,
+    MiniCPM); both would reach min_lr_ratio one step after the last.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    decay_steps = config.steps - config.warmup_steps
+    if config.schedule == "wsd":
+        decay_steps = min(decay_steps, round(config.decay_fraction * config.steps))
+    done = max(0, step + 1 - (config.steps - decay_steps)) / (decay_steps + 1)
+    falling = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
+
+
+def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices only: norm gains have one dimension and no reason to shrink."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tokens,
+    windows: np.ndarray,
+    context: int,
+    micro_batch_size: int,
+    grad_clip: float,
+    autocast: AbstractContextManager,
+) -> tuple[Tensor, Tensor]:
+    """One update on `windows`; returns the mean loss in nats per token and the gradient norm before clipping.
+
+    The loss is a sum over all targets of the step divided by their number, so micro-batches of any size
+    give the same update. NonFiniteError, with weights and optimizer untouched, when it is not a number.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device
+    optimizer.zero_grad(set_to_none=True)
+    loss = torch.zeros((), device=device)
+    for first in range(0, len(windows), micro_batch_size):
+        x, y = batches.cut(tokens, windows[first : first + micro_batch_size] * context, context)
+        x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+        with autocast:
+            logits = model(x)
+        part = token_losses(logits, y).sum() / (len(windows) * context)
+        part.backward()
+        loss += part.detach()
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+    if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
+        raise NonFiniteError(f"loss is {loss.item()}, gradient norm is {grad_norm.item()}")
+    optimizer.step()
+    return loss, grad_norm
+
+
+def measure(
+    model: Transformer,
+    tokens: Tokens,
+    starts: np.ndarray,
+    context: int,
+    scored: int,
+    token_bytes: Tensor,
+    config: EvalConfig,
+    autocast: AbstractContextManager,
+) -> dict[str, float]:
+    """Mean loss of the last `scored` targets of fixed windows: a sum over counts, with true byte counts."""
+
+    def read(part: slice) -> tuple[Tensor, Tensor]:
+        x, y = batches.cut(tokens, starts[part], context)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    nats, count, size = 0.0, 0, 0
+    batch_size = max(1, config.batch_tokens // context)
+    for losses, targets in score_windows(model, len(starts), read, scored, batch_size, autocast):
+        nats += losses.double().sum().item()
+        count += targets.numel()
+        size += int(token_bytes[targets].sum())
+    loss = nats / count
+    return {
+        "loss": loss,
+        "bits_per_byte": nats / math.log(2) / size,
+        "perplexity": math.exp(min(loss, 700)),
+        "targets": count,
+        "bytes": size,
+    }
+
+
+def measure_lengths(model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager) -> dict:
+    """Loss by context on the same held-out targets: every context ends at the same blocks, inside one document.
+
+    Contexts longer than any held-out document are left out, and named under `skipped_contexts`.
+    """
+    tokens, starts = data.tokens("val"), data.document_starts("val")
+    room = int(np.diff(starts).max()) - 2  # the end-of-text is no target, and the first token has no context
+    contexts = [context for context in config.contexts if context <= room]
+    block = config.eval.length_block
+    token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
+    rows, ends = [], np.empty(0, np.int64)
+    if contexts:
+        ends = batches.block_ends(starts, max(contexts), block, config.eval.length_targets)
+    for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not sys.stderr.isatty()):
+        row = measure(model, tokens, ends - context, context, block, token_bytes, config.eval, autocast)
+        rows.append({"context": context, **row})
+    return {
+        "trained_context": config.data.context,
+        "block": block,
+        "targets": len(ends) * block,
+        "documents": len(np.unique(np.searchsorted(starts, ends, side="right"))),
+        "bytes": rows[0]["bytes"] if rows else 0,
+        "skipped_contexts": [context for context in config.contexts if context > room],
+        "by_context": [{k: row[k] for k in ("context", "loss", "bits_per_byte", "perplexity")} for row in rows],
+    }
+
+
+def length_table(lengths: dict) -> str:
+    """The length curve as text."""
+    trained = lengths["trained_context"]
+    lines = [
+        f"Loss by context: the same {lengths['targets']:,} targets ({lengths['bytes']:,} bytes, "
+        f"{lengths['documents']} held-out documents) at every length; trained at {trained}",
+        f"{'context':>9} {'x trained':>10} {'nats/token':>11} {'bits/byte':>10} {'perplexity':>11}",
+    ]
+    for row in lengths["by_context"]:
+        mark = "  <- trained length; longer contexts must beat this" if row["context"] == trained else ""
+        lines.append(
+            f"{row['context']:>9} {row['context'] / trained:>10.2f} {row['loss']:>11.4f} "
+            f"{row['bits_per_byte']:>10.4f} {row['perplexity']:>11.2f}{mark}"
+        )
+    if lengths["skipped_contexts"]:
+        skipped = ", ".join(map(str, lengths["skipped_contexts"]))
+        lines.append(f"left out, longer than any held-out document: {skipped}")
+    return "\n".join(lines)
+
+
+def sample(model: Transformer, data: PreparedData, config: Experiment) -> str:
+    """Text that goes on from eval.sample_prompt, the same for the same weights and seed."""
+    tokenizer = data.tokenizer
+    device = model.embedding.weight.device
+    end_of_text = end_of_text_id(tokenizer)
+    ids = tokenizer.encode(config.eval.sample_prompt, add_special_tokens=False).ids or [end_of_text]
+    generator = torch.Generator(device).manual_seed(config.seed)
+    stream = TextStream(tokenizer)
+    made = generate(
+        model,
+        torch.tensor([ids], device=device),
+        config.eval.sample_tokens,
+        generator=generator,
+        temperature=0.8,
+        top_k=50,
+        end_of_text=end_of_text,
+    )
+    return config.eval.sample_prompt + "".join(stream.feed(int(chosen)) for chosen in made) + stream.finish()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device asked for; auto takes cuda, then mps, then cpu. SettingsError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices: use auto or cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise SettingsError("device is mps, but torch sees none here: use auto or cpu")
+    return device
+
+
+def choose_autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Autocast to bf16, or nothing. SettingsError for bf16 on a CPU, where it can be 200 times slower than fp32."""
+    if precision == "bf16" and device.type == "cpu":
+        raise SettingsError("train.precision is bf16, which is far slower than fp32 on a CPU: use auto or fp32")
+    # Compute capability 8.0 is the first with bf16 matrix units.
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    use = precision == "bf16" or (precision == "auto" and fast)
+    return torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    flat = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def refuse_other_run(config: Experiment) -> None:
+    """SettingsError unless the run folder is new, or is to be resumed and holds the run of these settings."""
+    run = config.run_dir
+    if not config.resume:
+        if run.is_dir() and any(run.iterdir()):
+            raise SettingsError(f"{run} holds a run already: go on with --resume true, or choose another --name or --seed")
+        return
+    if not (run / "config.yaml").is_file():
+        raise SettingsError(f"{run} holds no run to resume: check name and out_dir, or leave out --resume")
+    before = flatten(yaml.safe_load((run / "config.yaml").read_text()))
+    now = flatten(yaml.safe_load(to_yaml(config)))
+    changed = [
+        f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if key.startswith(FIXED_ON_RESUME) and key not in FREE_ON_RESUME and before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise SettingsError(f"{run} cannot be resumed with other settings: {'; '.join(changed)}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def write_run_json(run: Path, **changes: Any) -> dict[str, Any]:
+    """Update run.json, what there is to know about a run besides its settings."""
+    path = run / "run.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    values |= changes
+    write_atomically(path, json.dumps(values, indent=2) + "\n")
+    return values
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": f"{device} ({name}, {torch.get_num_threads()} threads)",
+    }
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """State of the generators that dropout draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def resume(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device) -> Progress:
+    """Load the newest checkpoint of a run in place; a run that died before its first one starts over."""
+    if not checkpoint.checkpoints(run):
+        return Progress(pending=[])
+    path = checkpoint.latest(run)
+    state = checkpoint.read_state(path)
+    saved = checkpoint.load_optimizer(path)
+    checkpoint.load_weights(model, path)
+    # Moments come from the file; learning rate, decay and betas are settings, and settings win.
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved["optimizer"])
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    set_random_state(saved["random"], device)
+    print(f"resuming {run} from step {state['step']}")
+    return Progress(**{name: state[name] for name in ("step", "tokens", "pending", "val_loss")})
+
+
+def run(config: Experiment, stop: StopRequest) -> None:
+    """Train, save, validate, measure: one whole run."""
+    device = choose_device(config.device)
+    autocast = choose_autocast(config.train.precision, device)
+    refuse_other_run(config)
+    run_dir = config.run_dir
+
+    data = prepare(config.data)
+    tokens, val_tokens = data.tokens("train"), data.tokens("val")
+    context = config.data.context
+    windows = batches.window_count(tokens, context)
+    val_starts = batches.validation_starts(val_tokens, context, config.eval.windows)
+    for split, number, found in (("training", windows, tokens), ("validation", len(val_starts), val_tokens)):
+        if number == 0:
+            raise SettingsError(
+                f"the {split} text has {len(found)} tokens, and one window of data.context {context} needs "
+                f"{context + 1}: use more text, or a smaller data.context or another data.val_fraction"
+            )
+    order = batches.TrainingOrder(windows, config.train.batch_size, config.seed)
+    token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
+
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
+    torch.manual_seed(config.seed)  # what dropout draws must not depend on how the weights were made
+    optimizer = make_optimizer(model, config.train)
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    progress = resume(run_dir, model, optimizer, device) if config.resume else Progress(pending=[])
+    write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
+    write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
+    facts = write_run_json(run_dir, status="running", **describe_machine(device))
+    if "wandb_id" not in facts:
+        facts = write_run_json(run_dir, wandb_id=os.urandom(6).hex())
+    metrics = Metrics(run_dir / "metrics.jsonl", progress.step)
+    seeded_name = config.run_name if f"-s{config.seed}" in config.run_name else f"{config.run_name}-s{config.seed}"
+    tracker = Wandb(
+        config.tracking,
+        run_dir,
+        seeded_name,
+        facts["wandb_id"],
+        {**asdict(config), "parameters": sum(p.numel() for p in model.parameters())},
+        [config.model.position, config.tracking.group],
+        metrics.last_step,
+    )
+    print_start(config, data, model, device, windows)
+
+    def log(values: dict[str, Any]) -> None:
+        point = {"step": progress.step, "tokens": progress.tokens, **values}
+        metrics.write(point)
+        tracker.log(point)
+
+    def save() -> None:
+        saved = {"optimizer": optimizer.state_dict(), "random": random_state(device)}
+        state = {
+            **asdict(progress),
+            "context": context,
+            "data_fingerprint": data.manifest["fingerprint"],
+            "tokenizer_sha256": data.manifest["tokenizer_sha256"],
+        }
+        checkpoint.save(run_dir / "checkpoints", model, saved, state)
+        checkpoint.prune(run_dir, config.train.keep_checkpoints)
+
+    def validate() -> None:
+        result = measure(model, val_tokens, val_starts, context, context, token_bytes, config.eval, autocast)
+        progress.val_loss = result["loss"]
+        log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
+        say(f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte")
+        if config.eval.sample_tokens:
+            text = sample(model, data, config)
+            with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
+                file.write(f"--- step {progress.step}\n{text}\n")
+            tracker.log_table("samples", ["step", "text"], [[progress.step, text]])
+
+    compiled = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+    forward = torch.compile(model) if compiled else model
+    micro_batch_size = config.train.micro_batch_size or config.train.batch_size
+    interactive = sys.stderr.isatty()
+    bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not interactive, dynamic_ncols=True)
+    say = partial(tqdm.write, file=sys.stdout) if interactive else partial(print, flush=True)
+    clock, clock_tokens = time.perf_counter(), progress.tokens
+    model.train()
+    stop.graceful = True
+    while progress.step < config.train.steps and stop.signal is None:
+        rate = learning_rate(config.train, progress.step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        try:
+            loss, grad_norm = train_step(
+                forward, optimizer, tokens, order.at(progress.step), context, micro_batch_size, config.train.grad_clip, autocast
+            )
+        except NonFiniteError as error:
+            write_run_json(run_dir, status="failed")
+            tracker.finish(1)
+            raise NonFiniteError(f"step {progress.step + 1}: {error}; {how_to_go_on(run_dir)}") from None
+        progress.step += 1
+        progress.tokens += config.train.batch_size * context
+        progress.pending.append(loss.item())
+        last = progress.step == config.train.steps
+        bar.update()
+
+        if progress.step % config.train.log_every == 0 or last:
+            mean = math.fsum(progress.pending) / len(progress.pending)
+            speed = (progress.tokens - clock_tokens) / (time.perf_counter() - clock)
+            progress.pending = []
+            log({"train/loss": mean, "train/lr": rate, "train/grad_norm": grad_norm.item(), "train/tokens_per_second": speed})
+            bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
+            if not interactive:
+                left = (config.train.steps - progress.step) * config.train.batch_size * context / speed
+                say(f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left")
+            clock, clock_tokens = time.perf_counter(), progress.tokens
+        if progress.step % config.eval.every == 0 or last:
+            pause = time.perf_counter()
+            validate()
+            clock += time.perf_counter() - pause
+        if progress.step % config.train.save_every == 0 or last or stop.signal is not None:
+            save()
+    bar.close()
+    stop.graceful = False  # all is saved: from here on a signal stops at once
+    if stop.signal is not None:
+        write_run_json(run_dir, status="interrupted")
+        tracker.finish(128 + stop.signal)
+        print(f"stopped at step {progress.step}, saved; go on with --resume true", file=sys.stderr)
+        sys.exit(128 + stop.signal)
+
+    lengths = measure_lengths(model, data, config, autocast)
+    write_atomically(run_dir / "lengths.json", json.dumps(lengths, indent=2) + "\n")
+    if lengths["by_context"]:
+        plot_lengths(lengths, seeded_name, run_dir / "lengths.png")
+        report_lengths(tracker, lengths, run_dir / "lengths.png")
+    tracker.finish()
+    write_run_json(run_dir, status="finished")
+    print_end(config, progress, lengths)
+
+
+def report_lengths(tracker: Wandb, lengths: dict, picture: Path) -> None:
+    """Send the length curve: as points with their own axis, as a table, a picture, and final values."""
+    rows = lengths["by_context"]
+    for row in rows:
+        tracker.log({f"length/{name}": value for name, value in row.items()})
+    tracker.log_table("length/table", list(rows[0]), [list(row.values()) for row in rows])
+    tracker.log_image("length/curve", picture)
+    tracker.summarize({f"length/loss_at_{row['context']}": row["loss"] for row in rows})
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    found = checkpoint.checkpoints(run_dir)
+    if not found:
+        return "no checkpoint was made yet; lower train.learning_rate and start again under another --name"
+    return (
+        f"the last good checkpoint is {found[-1]}; go on from it with "
+        f"python train.py --config {run_dir}/config.yaml --resume true --train.learning_rate LOWER"
+    )
+
+
+def print_start(config: Experiment, data: PreparedData, model: Transformer, device: torch.device, windows: int) -> None:
+    print(to_yaml(config), end="")
+    manifest, batch = data.manifest, config.train.batch_size
+    micro = config.train.micro_batch_size or batch
+    decayed = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    total = sum(p.numel() for p in model.parameters())
+    print(
+        f"data: {manifest['train']['documents']} training documents of {manifest['train']['tokens']:,} tokens, "
+        f"{manifest['val']['documents']} held out of {manifest['val']['tokens']:,}; "
+        f"vocabulary {manifest['vocab_size']} (asked for {config.data.tokenizer or config.data.vocab_size}), in {data.folder}\n"
+        f"model: {config.model.position}, {total:,} parameters, {decayed:,} of them with weight decay, on {device}\n"
+        f"step: {batch * config.data.context:,} tokens = {batch // micro} x {micro} sequences x {config.data.context}; "
+        f"{config.train.steps} steps = {config.train.steps * batch / windows:.2f} epochs"
+    )
+
+
+def print_end(config: Experiment, progress: Progress, lengths: dict) -> None:
+    run_dir = config.run_dir
+    other = "sinusoidal" if config.model.position == "rope" else "rope"
+    last = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"val/loss"' in line][-1]
+    print(
+        f"{length_table(lengths)}\n\n"
+        f"{config.run_name}: {last['val/loss']:.4f} nats/token, {last['val/bits_per_byte']:.4f} bits/byte on held-out text "
+        f"after {progress.step} steps, {progress.tokens:,} tokens. All of it is in {run_dir}\n"
+        f"next:\n"
+        f'  python scripts/generate.py {run_dir} --prompt "My fellow citizens"\n'
+        f"  python train.py --config {run_dir}/config.yaml --model.position {other}\n"
+        f"  wandb leet {run_dir}/wandb"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run from the command line: exit code 0 done, 2 wrong settings or data, 1 other failure, 130/143 stopped."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    config = parse_experiment(arguments)
+    try:
+        run(config, StopRequest())
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        expected = isinstance(error, ValueError | FileNotFoundError)
+        kind = "" if expected or isinstance(error, NonFiniteError) else f"{type(error).__name__}: "
+        fail("train.py", " ".join(f"{kind}{error}".split()), 2 if expected else 1)
+
+
+if __name__ == "__main__":
+    main()
