@@ -163,7 +163,9 @@ def measure(
     }
 
 
-def measure_lengths(model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager) -> dict:
+def measure_lengths(
+    model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager
+) -> dict:
     """Loss by context on the same held-out targets: every context ends at the same blocks, inside one document.
 
     Contexts longer than any held-out document are left out, and named under `skipped_contexts`.
@@ -236,7 +238,9 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices: use auto or cpu")
+        raise SettingsError(
+            f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices: use auto or cpu"
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise SettingsError("device is mps, but torch sees none here: use auto or cpu")
     return device
@@ -265,7 +269,9 @@ def refuse_other_run(config: Experiment) -> None:
     run = config.run_dir
     if not config.resume:
         if run.is_dir() and any(run.iterdir()):
-            raise SettingsError(f"{run} holds a run already: go on with --resume true, or choose another --name or --seed")
+            raise SettingsError(
+                f"{run} holds a run already: go on with --resume true, or choose another --name or --seed"
+            )
         return
     if not (run / "config.yaml").is_file():
         raise SettingsError(f"{run} holds no run to resume: check name and out_dir, or leave out --resume")
@@ -411,7 +417,9 @@ def run(config: Experiment, stop: StopRequest) -> None:
         result = measure(model, val_tokens, val_starts, context, context, token_bytes, config.eval, autocast)
         progress.val_loss = result["loss"]
         log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
-        say(f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte")
+        say(
+            f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte"
+        )
         if config.eval.sample_tokens:
             text = sample(model, data, config)
             with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
@@ -422,7 +430,9 @@ def run(config: Experiment, stop: StopRequest) -> None:
     forward = torch.compile(model) if compiled else model
     micro_batch_size = config.train.micro_batch_size or config.train.batch_size
     interactive = sys.stderr.isatty()
-    bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not interactive, dynamic_ncols=True)
+    bar = tqdm(
+        total=config.train.steps, initial=progress.step, unit="step", disable=not interactive, dynamic_ncols=True
+    )
     say = partial(tqdm.write, file=sys.stdout) if interactive else partial(print, flush=True)
     clock, clock_tokens = time.perf_counter(), progress.tokens
     model.train()
@@ -433,7 +443,14 @@ def run(config: Experiment, stop: StopRequest) -> None:
             group["lr"] = rate
         try:
             loss, grad_norm = train_step(
-                forward, optimizer, tokens, order.at(progress.step), context, micro_batch_size, config.train.grad_clip, autocast
+                forward,
+                optimizer,
+                tokens,
+                order.at(progress.step),
+                context,
+                micro_batch_size,
+                config.train.grad_clip,
+                autocast,
             )
         except NonFiniteError as error:
             write_run_json(run_dir, status="failed")
@@ -449,11 +466,20 @@ def run(config: Experiment, stop: StopRequest) -> None:
             mean = math.fsum(progress.pending) / len(progress.pending)
             speed = (progress.tokens - clock_tokens) / (time.perf_counter() - clock)
             progress.pending = []
-            log({"train/loss": mean, "train/lr": rate, "train/grad_norm": grad_norm.item(), "train/tokens_per_second": speed})
+            log(
+                {
+                    "train/loss": mean,
+                    "train/lr": rate,
+                    "train/grad_norm": grad_norm.item(),
+                    "train/tokens_per_second": speed,
+                }
+            )
             bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
             if not interactive:
                 left = (config.train.steps - progress.step) * config.train.batch_size * context / speed
-                say(f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left")
+                say(
+                    f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left"
+                )
             clock, clock_tokens = time.perf_counter(), progress.tokens
         if progress.step % config.eval.every == 0 or last:
             pause = time.perf_counter()
@@ -518,7 +544,9 @@ def print_start(config: Experiment, data: PreparedData, model: Transformer, devi
 def print_end(config: Experiment, progress: Progress, lengths: dict) -> None:
     run_dir = config.run_dir
     other = "sinusoidal" if config.model.position == "rope" else "rope"
-    last = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"val/loss"' in line][-1]
+    last = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"val/loss"' in line][
+        -1
+    ]
     print(
         f"{length_table(lengths)}\n\n"
         f"{config.run_name}: {last['val/loss']:.4f} nats/token, {last['val/bits_per_byte']:.4f} bits/byte on held-out text "

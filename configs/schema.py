@@ -5,6 +5,7 @@ Order: defaults < YAML file < command line. Every mistake is one line on stderr 
 
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -72,9 +73,7 @@ class TrainConfig:
         _at_least(self, "train", 2, "keep_checkpoints")
         if self.warmup_steps > self.steps:
             raise SettingsError(f"train.warmup_steps {self.warmup_steps} is beyond train.steps {self.steps}: lower it")
-        if self.micro_batch_size is not None and (
-            self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size
-        ):
+        if self.micro_batch_size is not None and (self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size):
             raise SettingsError(
                 f"train.batch_size {self.batch_size} is not a multiple of train.micro_batch_size {self.micro_batch_size}"
             )
@@ -294,7 +293,6 @@ def _parse(
 
     known = _keys(settings)
     if config_file and (files := _option(arguments, "--config")):
-        # A file without settings of its own group is one run; its name is the group.
         values: dict[str, Any] = {}
         for name in files:
             values = _merged(values, read_yaml(name))
@@ -325,7 +323,7 @@ def _plain(value: Any) -> Any:
 def _option(arguments: list[str], flag: str) -> list[str]:
     """All values of a flag given as `--flag value` or `--flag=value`."""
     values = [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]
-    return values + [b for a, b in zip(arguments, arguments[1:], strict=False) if a == flag]
+    return values + [b for a, b in itertools.pairwise(arguments) if a == flag]
 
 
 def _keys(settings: type, prefix: str = "") -> set[str]:

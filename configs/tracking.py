@@ -121,7 +121,9 @@ class Wandb:
             _warn(f"wandb does not start in mode {mode} ({_short(error)})")
             return False
         if mode == "offline":
-            print(f"wandb is offline: look with `wandb leet {self.folder}`, upload with `wandb sync {self.folder}/offline-run-*`")
+            print(
+                f"wandb is offline: look with `wandb leet {self.folder}`, upload with `wandb sync {self.folder}/offline-run-*`"
+            )
         elif url := getattr(self.run, "url", None):
             print(f"wandb: {url}")
         return True

@@ -1,5 +1,6 @@
 """Which windows of the token stream are read at which step, and the one place where y is x shifted by one."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,7 +97,7 @@ def block_ends(document_starts: np.ndarray, longest_context: int, block: int, ta
     ends = [
         # The document's last id is its end-of-text, which is no target here.
         np.arange(start + longest_context, stop - 1, block)
-        for start, stop in zip(document_starts[:-1], document_starts[1:], strict=True)
+        for start, stop in itertools.pairwise(document_starts)
     ]
     every = np.concatenate(ends) if ends else np.empty(0, np.int64)
     chosen = min(-(-targets // block), len(every))

@@ -120,7 +120,9 @@ def _hub(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
         except Exception as error:
             # datasets raises a dozen kinds here; for the user they are one: this data cannot be had.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"data.path {config.path} cannot be loaded ({reason}); check path, subset and split") from error
+            raise ValueError(
+                f"data.path {config.path} cannot be loaded ({reason}); check path, subset and split"
+            ) from error
         return _rows(rows, config.text_column, config.path)
 
     return identity, read

@@ -14,8 +14,8 @@ import hashlib
 import itertools
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,7 +93,9 @@ def prepare(config: DataConfig, say: Callable[[str], None] = print) -> PreparedD
     identity = {
         "format": FORMAT,
         "corpus": corpus.identity,
-        "tokenizer": tok.fingerprint(pretrained) if pretrained else f"byte-level BPE of tokenizers {tokenizers.__version__}",
+        "tokenizer": tok.fingerprint(pretrained)
+        if pretrained
+        else f"byte-level BPE of tokenizers {tokenizers.__version__}",
         "settings": {name: getattr(config, name) for name in CONTENT_SETTINGS},
     }
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -104,12 +106,12 @@ def prepare(config: DataConfig, say: Callable[[str], None] = print) -> PreparedD
 
     say(f"preparing {config.source} data in {folder}")
     cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+    building = cache / f".{folder.name}-{secrets.token_hex(4)}"
+    building.mkdir()
     try:
         manifest = _build(building, corpus, pretrained, config)
         manifest |= {"fingerprint": fingerprint, "identity": identity}
         _write(building / "manifest.json", json.dumps(manifest, indent=2).encode())
-        os.chmod(building, 0o755)
         try:
             os.rename(building, folder)
         except OSError:
@@ -221,7 +223,9 @@ def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[int, l
             batch.append(text)
             characters += len(text)
         if batch and (text is None or characters > 4_000_000):
-            for piece, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
+            for piece, encoding in zip(
+                batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True
+            ):
                 yield len(piece.encode()), encoding.ids
             batch, characters = [], 0
 

@@ -40,9 +40,13 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(name)) if Path(name).is_file() else Tokenizer.from_pretrained(str(name))
     except Exception as error:
-        raise ValueError(f"tokenizer {name} is neither a readable tokenizer.json nor found on the hub: {error}") from error
+        raise ValueError(
+            f"tokenizer {name} is neither a readable tokenizer.json nor found on the hub: {error}"
+        ) from error
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        raise ValueError(f"tokenizer {name} is not byte-level, so bits per byte cannot be counted: choose a byte-level BPE")
+        raise ValueError(
+            f"tokenizer {name} is not byte-level, so bits per byte cannot be counted: choose a byte-level BPE"
+        )
     end_of_text_id(tokenizer)
     return _text_stays_text(tokenizer)
 

@@ -1,8 +1,8 @@
 """Checkpoints: written beside and renamed into place, checked on reading, never able to run code.
 
-    checkpoints/step-0000500/model.safetensors   the weights
-                             optimizer.pt        optimizer and random states
-                             state.json          everything else, with checksums of the two above
+checkpoints/step-0000500/model.safetensors   the weights
+                         optimizer.pt        optimizer and random states
+                         state.json          everything else, with checksums of the two above
 """
 
 import hashlib

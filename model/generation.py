@@ -2,31 +2,36 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from model.transformer import Transformer
+from model.config import ModelConfig
 
 
 class KVCache:
     """Keys and values of the tokens so far, in memory sized to the request.
 
     Args:
-        model: gives layers, heads, dtype and device.
+        config: shape of the model.
         batch: number of rows.
         capacity: longest sequence it has room for, in tokens.
+        dtype, device: those of the model's activations.
     """
 
-    def __init__(self, model: "Transformer", batch: int, capacity: int) -> None:
-        config, weight = model.config, model.embedding.weight
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         shape = (config.n_layers, batch, config.kv_heads, capacity, config.head_dim)
-        self.keys = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
-        self.positions = torch.zeros((batch, capacity), dtype=torch.long, device=weight.device)
+        self.positions = torch.zeros((batch, capacity), dtype=torch.long, device=device)
         self.length = 0
 
     def extend_positions(self, positions: Int[Tensor, "#batch seq"]) -> Int[Tensor, "batch keys"]:
@@ -102,7 +107,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 @torch.no_grad()
 def generate(
-    model: "Transformer",
+    model: "model.transformer.Transformer",
     prompt: Int[Tensor, "batch prompt"],
     max_new_tokens: int,
     *,
@@ -126,7 +131,9 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        cache = KVCache(model, prompt.shape[0], prompt.shape[1] + max_new_tokens)
+        weight = model.embedding.weight
+        capacity = prompt.shape[1] + max_new_tokens
+        cache = KVCache(model.config, prompt.shape[0], capacity, weight.dtype, weight.device)
         ended = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
         tokens = prompt
         for _ in range(max_new_tokens):

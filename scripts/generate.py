@@ -89,7 +89,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit code 0 done, 2 wrong settings or files, 1 other failure."""
     arguments = sys.argv[1:] if arguments is None else arguments
     config = parse(
-        GenerateConfig, arguments, prog="generate.py", description="Write text with a trained model.", positional=["run"]
+        GenerateConfig,
+        arguments,
+        prog="generate.py",
+        description="Write text with a trained model.",
+        positional=["run"],
     )
     try:
         write(config)

@@ -1,0 +1,74 @@
+"""Shared pieces: a small real text, the settings of a run of seconds, and the programs as a user starts them."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# No test may reach a network, and none may find the developer's account.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+os.environ.pop("WANDB_API_KEY", None)
+
+
+def run_program(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Run a Python program of the repository without a terminal, as `python <arguments>` from `cwd`."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Twelve documents of made-up sentences, some with letters of two, three and four bytes."""
+    rng = random.Random(0)
+    words = "the rope walks along a long straight house where they twist hemp into cable ünder 東京 🙂 and".split()
+    return [
+        " ".join(rng.choice(words) for _ in range(600)) + f"\nDocument {number} ends.\n" for number in range(12)
+    ]
+
+
+@pytest.fixture(scope="session")
+def text_folder(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(texts):
+        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def small_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> list[str]:
+    """Command line of a run of about a second: 2 layers, dim 32, context 32, in a folder of its own."""
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    return [
+        "--config=tiny.yaml",
+        "--data.source=files",
+        f"--data.path={text_folder}",
+        "--data.limit=null",
+        "--data.vocab_size=300",
+        f"--data.cache_dir={cache}",
+        "--data.val_fraction=0.25",
+        f"--out_dir={tmp_path / 'runs'}",
+        "--name=run",
+        "--train.steps=20",
+        "--train.batch_size=4",
+        "--train.warmup_steps=2",
+        "--train.log_every=1",
+        "--train.save_every=1000",
+        "--eval.every=1000",
+        "--eval.windows=16",
+        "--eval.length_targets=64",
+        "--eval.sample_tokens=4",
+        "--tracking.mode=disabled",
+    ]

@@ -1,0 +1,188 @@
+"""The model against transformers' Llama, against itself with a cache, and against its twin."""
+
+import math
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.generation import KVCache
+from model.positions import ENCODINGS
+from model.scoring import token_losses
+from model.transformer import Transformer
+
+VOCAB = 97
+POSITIONS = sorted(ENCODINGS)
+
+
+def build(seed: int = 0, **changes: object) -> Transformer:
+    config = ModelConfig(**{"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 80, "init_std": 0.1, **changes})
+    return Transformer(config, VOCAB, seed)
+
+
+def ids(batch: int, seq: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_logits_equal_transformers_llama(tied: bool, kv_heads: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = build(tie_embeddings=tied, n_kv_heads=kv_heads)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            tie_word_embeddings=tied,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=4096,
+        )
+    ).eval()
+    # Their rotary pairs are (i, i + d/2), ours (2i, 2i + 1): rows of q and k move accordingly.
+    to_halves = torch.cat((torch.arange(0, 8, 2), torch.arange(1, 8, 2)))
+    names = {"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj"}
+    names |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+    names |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    weights = {}
+    for name, tensor in ours.state_dict().items():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            role = parts[-2]
+            if role in ("query", "key"):
+                tensor = tensor.unflatten(0, (-1, 8))[:, to_halves].flatten(0, 1)
+            weights[f"model.layers.{parts[1]}.{names[role]}.weight"] = tensor
+        else:
+            top = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[parts[0]]
+            weights[f"{top}.weight"] = tensor
+    missing = theirs.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= ({"lm_head.weight"} if tied else set())
+    x = ids(2, 200)
+    with torch.no_grad():
+        assert (ours(x) - theirs(input_ids=x).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_token_never_changes_logits_before_it(position: str):
+    model, x = build(position=position).eval(), ids(1, 12)
+    before = model(x)
+    for t in range(12):
+        changed = x.clone()
+        changed[0, t] = (x[0, t] + 1) % VOCAB
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.equal(after[:, t:], before[:, t:])
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("chunks", [[10], [6, 1, 1, 1, 1], [3, 4, 3], [1] * 10])
+def test_cached_logits_equal_uncached_in_any_chunking(position: str, kv_heads: int, chunks: list[int]):
+    model, x = build(position=position, n_kv_heads=kv_heads).eval(), ids(3, 10)
+    with torch.no_grad():
+        whole = model(x)
+        cache = KVCache(model.config, 3, 10)
+        parts = [model(chunk, cache=cache) for chunk in x.split(chunks, dim=1)]
+        assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-4
+        with pytest.raises(ValueError, match="room for 10 tokens"):
+            model(x[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_positions_are_data(position: str):
+    """A shift of all positions leaves RoPE's scores alone and changes an absolute encoding."""
+    model, x = build(position=position).eval(), ids(1, 20)
+    with torch.no_grad():
+        plain, shifted = model(x), model(x, positions=torch.arange(37, 57)[None])
+        rows = model(x.expand(2, -1), positions=torch.stack((torch.arange(20), torch.arange(37, 57))))
+    assert torch.allclose(rows[0], plain[0], atol=1e-5) and torch.allclose(rows[1], shifted[0], atol=1e-5)
+    assert torch.allclose(plain, shifted, atol=1e-4) == (position == "rope")
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_order_of_tokens_matters(position: str):
+    model, x = build(position=position).eval(), ids(1, 12)
+    swapped = x.clone()
+    swapped[0, [2, 7]] = x[0, [7, 2]]
+    with torch.no_grad():
+        assert (model(x)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("rms", [0.02, 1.0])
+def test_first_loss_is_that_of_a_uniform_guess(position: str, rms: float):
+    model, x = Transformer(ModelConfig(position=position, embedding_rms=rms), 2048), torch.randint(2048, (4, 129))
+    loss = token_losses(model(x[:, :-1]), x[:, 1:].contiguous()).mean()
+    assert abs(float(loss) - math.log(2048)) < 0.1
+
+
+def test_twins_start_bit_identical():
+    rope, sinusoidal = build(position="rope").state_dict(), build(position="sinusoidal").state_dict()
+    assert rope.keys() == sinusoidal.keys()
+    assert all(torch.equal(rope[name], sinusoidal[name]) for name in rope)
+    other = build(1).state_dict()
+    assert not torch.equal(rope["embedding.weight"], other["embedding.weight"])
+
+
+def test_nothing_positional_is_stored_and_tied_head_is_stored_once():
+    for position in POSITIONS:
+        model = build(position=position)
+        assert not list(model.buffers())
+        assert {name for name in model.state_dict() if "blocks" not in name} == {"embedding.weight", "norm.weight"}
+
+
+def test_initial_spread_by_role():
+    model = Transformer(ModelConfig(dim=256, n_layers=8, n_heads=4, ffn_dim=512, tie_embeddings=False), 4096)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        else:
+            writes = name.endswith(("out.weight", "down.weight"))
+            assert float(parameter.std()) == pytest.approx(0.02 / 4 if writes else 0.02, rel=0.03), name
+
+
+def test_building_a_model_of_one_seed_does_not_depend_on_global_randomness():
+    torch.manual_seed(1)
+    first = build().state_dict()
+    torch.manual_seed(2)
+    assert all(torch.equal(first[name], tensor) for name, tensor in build().state_dict().items())
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_bf16_model_keeps_positions_exact(position: str):
+    """Tables made in bf16 would alias far positions; ours are made in fp32 whatever the weights are."""
+    model, x = build(position=position).eval(), ids(1, 16)
+    positions = torch.arange(3000, 3016)[None]
+    with torch.no_grad():
+        exact = model(x, positions=positions).flatten()
+        rounded = model.bfloat16()(x, positions=positions).float().flatten()
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.999
+
+
+def test_dropout_is_active_in_training_only():
+    model, x = build(dropout=0.5), ids(1, 8)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"dim": 30, "n_heads": 4}, "not a multiple"),
+        ({"dim": 30, "n_heads": 2}, "odd head dim of 15"),
+        ({"n_heads": 4, "n_kv_heads": 3}, "not a multiple of model.n_kv_heads 3"),
+        ({"n_kv_heads": 0}, "n_kv_heads 0"),
+        ({"position": "ropee"}, "choose one of"),
+        ({"dropout": 1.0}, "model.dropout"),
+        ({"n_layers": 0}, "model.n_layers"),
+        ({"embedding_rms": 0.0}, "model.embedding_rms"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**{"dim": 32, "n_heads": 4, **changes})
