@@ -216,7 +216,7 @@ def _read_yaml(name: str, beside: Path, seen: tuple[Path, ...]) -> dict[str, Any
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise SettingsError(f"{path} is not a list of `key: value` lines")
+        raise SettingsError(f"{path} is not made of `key: value` lines")
     base = values.pop("base", None)
     if base is None:
         tracking = values.setdefault("tracking", {})
@@ -292,13 +292,19 @@ def _parse(
     parser.add_class_arguments(settings, as_group=False, skip=set(positional))
 
     known = _keys(settings)
+    # jsonargparse has a --print_config of its own, tied to its own reader of files.
+    print_config = config_file and "--print_config" in arguments
+    arguments = [argument for argument in arguments if argument != "--print_config"]
     if config_file and (files := _option(arguments, "--config")):
         values: dict[str, Any] = {}
         for name in files:
             values = _merged(values, read_yaml(name))
+        sections = {key.rpartition(".")[0] for key in known} - {""}
         for key in _flat(values):
             if key not in known:
                 raise SettingsError(f"unknown key {key} in {' or '.join(files)}{_nearest(key, known)}")
+            if key in sections:
+                raise SettingsError(f"{key} in {' or '.join(files)} is a section: give it `key: value` lines")
         parser.parse_object(values)
         parser.set_defaults(values)
     for argument in arguments:
@@ -310,7 +316,7 @@ def _parse(
     result = parser.instantiate(parsed)
     fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(settings)}
     experiment = settings(**{k: _plain(v) for k, v in fields.items()})
-    if config_file and parsed.print_config:
+    if print_config:
         print(to_yaml(experiment), end="")
         sys.exit(0)
     return experiment
@@ -337,6 +343,7 @@ def _keys(settings: type, prefix: str = "") -> set[str]:
 
 
 def _flat(values: dict, prefix: str = "") -> list[str]:
+    """Dotted names of all values in nested settings."""
     keys = []
     for key, value in values.items():
         keys += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same cases on every machine, and no limit on time: the machine may be busy.
+settings.register_profile("ropewalk", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("ropewalk")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
