@@ -544,6 +544,7 @@ def print_start(config: Experiment, data: PreparedData, model: Transformer, devi
 def print_end(config: Experiment, progress: Progress, lengths: dict) -> None:
     run_dir = config.run_dir
     other = "sinusoidal" if config.model.position == "rope" else "rope"
+    other += f" --name {config.name}-{other}" if config.name else ""
     last = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"val/loss"' in line][
         -1
     ]

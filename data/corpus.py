@@ -3,6 +3,7 @@
 import hashlib
 import heapq
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
@@ -97,13 +98,13 @@ def _hub(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
     local = folder.is_dir()
     if not local and (config.path.startswith((".", "/", "~")) or config.path.count("/") > 1):
         raise FileNotFoundError(f"data.path {config.path} is not a folder")
+    files = sorted(p for p in folder.rglob("*") if p.is_file()) if local else []
     identity = {
-        "path": config.path,
+        "data": _hashes(files, [str(p.relative_to(folder)) for p in files]) if local else config.path,
         "subset": config.subset,
         "split": config.split,
         "revision": config.revision,
         "text_column": config.text_column,
-        "files": _hashes(sorted(p for p in folder.rglob("*") if p.is_file())) if local else None,
     }
 
     def read() -> Iterator[Document]:
@@ -123,7 +124,7 @@ def _hub(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
             raise ValueError(
                 f"data.path {config.path} cannot be loaded ({reason}); check path, subset and split"
             ) from error
-        return _rows(rows, config.text_column, config.path)
+        return _rows(rows, config.text_column, folder.name)
 
     return identity, read
 
@@ -134,22 +135,25 @@ def _files(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
         paths = [p for p in pattern.rglob("*") if p.suffix in {".txt", ".md", *TABLE_READERS}]
     else:
         paths = [Path(p) for p in glob(str(pattern), recursive=True) if Path(p).is_file()]
-    # File systems list in any order; the order of documents must not depend on it.
-    paths.sort()
     if not paths:
         raise FileNotFoundError(f"data.path {config.path} matches no file")
+    # File systems list in any order; the order of documents must not depend on it.
+    paths.sort()
+    # Names below the folder that holds them all: a moved folder keeps its split.
+    folder = os.path.commonpath([path.parent.resolve() for path in paths])
+    names = [os.path.relpath(path.resolve(), folder) for path in paths]
 
     def read() -> Iterator[Document]:
-        for path in paths:
+        for path, name in zip(paths, names, strict=True):
             if reader := TABLE_READERS.get(path.suffix):
                 import datasets
 
                 rows = datasets.load_dataset(reader, data_files=str(path), split="train")
-                yield from _rows(rows, config.text_column, str(path))
+                yield from _rows(rows, config.text_column, name)
             else:
-                yield Document(_read_text(path), str(path))
+                yield Document(_read_text(path), name)
 
-    return {"files": _hashes(paths), "text_column": config.text_column}, read
+    return {"files": _hashes(paths, names), "text_column": config.text_column}, read
 
 
 def _rows(rows: Iterable[dict], column: str, name: str) -> Iterator[Document]:
@@ -167,9 +171,9 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 at byte {error.start}: convert it, for example with iconv") from None
 
 
-def _hashes(paths: list[Path]) -> list[tuple[str, str]]:
+def _hashes(paths: list[Path], names: list[str]) -> list[list[str]]:
     def sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    return [(path.name, sha256(path)) for path in paths]
+    return [[name, sha256(path)] for path, name in zip(paths, names, strict=True)]

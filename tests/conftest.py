@@ -38,10 +38,27 @@ def run_program(*arguments: object, cwd: Path = ROOT, **environment: str) -> sub
 def texts() -> list[str]:
     """Twelve documents of made-up sentences, some with letters of two, three and four bytes."""
     rng = random.Random(0)
-    words = "the rope walks along a long straight house where they twist hemp into cable ünder 東京 🙂 and".split()
-    return [
-        " ".join(rng.choice(words) for _ in range(600)) + f"\nDocument {number} ends.\n" for number in range(12)
+    words = [
+        "the",
+        "rope",
+        "walks",
+        "along",
+        "a",
+        "long",
+        "straight",
+        "house",
+        "where",
+        "they",
+        "twist",
+        "hemp",
+        "into",
+        "cable",
+        "ünder",
+        "東京",
+        "🙂",
+        "and",
     ]
+    return [" ".join(rng.choice(words) for _ in range(600)) + f"\nDocument {number} ends.\n" for number in range(12)]
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """From text to batches: nothing is lost, nothing is read twice, nothing depends on order of calls."""
 
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -186,7 +187,7 @@ def test_prepared_shards_hold_the_documents(text_folder: Path, texts, tmp_path: 
         tokens, starts = data.tokens(split), data.document_starts(split)
         assert starts[-1] == len(tokens) == data.manifest[split]["tokens"]
         found[split] = []
-        for start, stop in zip(starts[:-1], starts[1:], strict=True):
+        for start, stop in itertools.pairwise(starts):
             ids = tokens.read(int(start), int(stop)).tolist()
             assert ids.pop() == end and end not in ids
             found[split].append(tokenizer.decode(ids))
@@ -216,7 +217,7 @@ def test_damaged_shards_are_not_used(text_folder: Path, tmp_path: Path):
     data = prepare(files(text_folder, tmp_path), quiet)
     shard = data.folder / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="train shards in .* are not whole: delete"):
+    with pytest.raises(ValueError, match=r"train shards in .* are not whole: delete"):
         prepare(files(text_folder, tmp_path), quiet)
 
 
@@ -244,7 +245,9 @@ def test_one_text_alone_is_split_at_its_end(texts, tmp_path: Path):
     (tmp_path / "all.txt").write_text("\n".join(texts), encoding="utf-8")
     data = prepare(files(tmp_path / "all.txt", tmp_path / "cache"), quiet)
     assert "end of the only document" in data.manifest["split_by"]
-    train, val = (data.tokenizer.decode(data.tokens(s).read(0, len(data.tokens(s)) - 1).tolist()) for s in ("train", "val"))
+    train, val = (
+        data.tokenizer.decode(data.tokens(s).read(0, len(data.tokens(s)) - 1).tolist()) for s in ("train", "val")
+    )
     assert train + val == "\n".join(texts)
 
 
@@ -261,7 +264,9 @@ def test_tokens_read_across_shards():
 # --- batches
 
 
-@pytest.mark.parametrize("tokens, context, windows", [(7, 8, 0), (8, 8, 0), (9, 8, 1), (10, 8, 1), (17, 8, 2), (0, 8, 0)])
+@pytest.mark.parametrize(
+    "tokens, context, windows", [(7, 8, 0), (8, 8, 0), (9, 8, 1), (10, 8, 1), (17, 8, 2), (0, 8, 0)]
+)
 def test_window_count_at_its_edges(tokens: int, context: int, windows: int):
     stream = Tokens([np.arange(tokens, dtype=np.uint16)])
     assert batches.window_count(stream, context) == windows

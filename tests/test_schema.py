@@ -78,7 +78,12 @@ def test_every_shipped_file_loads_and_builds(path: Path):
 
 
 MISTAKES = {
-    "unknown key": ("train:\n  learning_rte: 1e-3\n", [], "unknown key train.learning_rte", "did you mean train.learning_rate?"),
+    "unknown key": (
+        "train:\n  learning_rte: 1e-3\n",
+        [],
+        "unknown key train.learning_rte",
+        "did you mean train.learning_rate?",
+    ),
     "other section": ("model:\n  context: 12\n", [], "unknown key model.context", "did you mean data.context?"),
     "hyphen": ("train:\n  batch-size: 1\n", [], "unknown key train.batch-size", "did you mean train.batch_size?"),
     "wrong type": ("model:\n  dim: wide\n", [], "model.dim", "wide"),
@@ -127,7 +132,10 @@ def test_a_file_that_is_its_own_base(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--config", "nowhere.yaml"], "config file nowhere.yaml does not exist; shipped are small-sinusoidal.yaml"),
         (["--config", "small.yaml", "--model.dim", "30", "--model.n_heads", "2"], "odd head dim of 15"),
-        (["--config", "small.yaml", "--data.source", "files", "--data.path", "/nowhere/x.txt"], "/nowhere/x.txt matches no file"),
+        (
+            ["--config", "small.yaml", "--data.source", "files", "--data.path", "/nowhere/x.txt"],
+            "/nowhere/x.txt matches no file",
+        ),
         (["--config", "small.yaml", "--device", "cuda:7"], "device is cuda:7, but torch sees"),
         (["--config", "small.yaml", "--device", "cpu", "--train.precision", "bf16"], "slower than fp32 on a CPU"),
     ],
@@ -143,7 +151,13 @@ def test_help_names_every_key_and_its_default():
     done = run_program("train.py", "--help")
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
-    for words in ("--model.position", "--train.learning_rate", "default: 0.003", "--tracking.mode", "Peak learning rate of AdamW."):
+    for words in (
+        "--model.position",
+        "--train.learning_rate",
+        "default: 0.003",
+        "--tracking.mode",
+        "Peak learning rate of AdamW.",
+    ):
         assert words in text
 
 

@@ -45,7 +45,12 @@ def test_logits_equal_transformers_llama(tied: bool, kv_heads: int):
     ).eval()
     # Their rotary pairs are (i, i + d/2), ours (2i, 2i + 1): rows of q and k move accordingly.
     to_halves = torch.cat((torch.arange(0, 8, 2), torch.arange(1, 8, 2)))
-    names = {"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj"}
+    names = {
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "out": "self_attn.o_proj",
+    }
     names |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
     names |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     weights = {}

@@ -1,0 +1,28 @@
+# Every target makes the virtual environment it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test lint clean
+
+train: .venv/runtime-installed
+	$(BIN)/python train.py --config small.yaml
+
+test: .venv/dev-installed
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: .venv/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/runtime-installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/dev-installed: requirements-dev.txt requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@ .venv/runtime-installed
+
+clean:
+	rm -rf .venv cache .pytest_cache .ruff_cache .hypothesis

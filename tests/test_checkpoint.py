@@ -1,0 +1,116 @@
+"""Checkpoints: whole or absent, exact, and unable to run code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import checkpoint
+from model.config import ModelConfig, RopeConfig
+from model.transformer import Transformer
+
+
+def model(**changes: object) -> Transformer:
+    return Transformer(ModelConfig(**{"dim": 16, "n_layers": 1, "n_heads": 2, "ffn_dim": 32, **changes}), 40, seed=3)
+
+
+def save(run: Path, step: int, val_loss: float | None = None, **changes: object) -> Path:
+    return checkpoint.save(
+        run / "checkpoints", model(**changes), {"x": torch.arange(3)}, {"step": step, "val_loss": val_loss}
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_embeddings": False}, {"position": "sinusoidal"}, {"rope": RopeConfig(500000.0)}]
+)
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path, changes: dict):
+    path = save(tmp_path, 7, **changes)
+    original, loaded = model(**changes), checkpoint.load_model(path)
+    assert loaded.config == original.config and loaded.vocab_size == 40
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in original.state_dict().items())
+    assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in original.parameters())
+    assert torch.equal(checkpoint.load_optimizer(path)["x"], torch.arange(3))
+    assert checkpoint.read_state(path)["step"] == 7
+
+
+def test_latest_best_and_pruning(tmp_path: Path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (10, 2.5)):
+        save(tmp_path, step, loss)
+    assert checkpoint.latest(tmp_path).name == "step-0000010"
+    assert checkpoint.best(tmp_path).name == "step-0000002"
+    checkpoint.prune(tmp_path, 2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-0000002", "step-0000004", "step-0000010"]
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        checkpoint.latest(tmp_path / "checkpoints")
+
+
+def test_a_save_cut_short_leaves_the_old_one_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path, 1)
+
+    def half(value: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-0000001"]
+    checkpoint.load_model(checkpoint.latest(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_damage_is_found_named_and_the_older_one_offered(tmp_path: Path, name: str):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+    load = checkpoint.load_model if name.startswith("model") else checkpoint.load_optimizer
+    with pytest.raises(ValueError, match=rf"{name} is missing or damaged; older ones are step-0000001"):
+        load(path)
+
+
+def test_a_folder_without_its_state_is_no_checkpoint(tmp_path: Path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "state.json").unlink()
+    assert checkpoint.latest(tmp_path).name == "step-0000001"
+
+
+def test_other_shapes_and_unknown_settings_are_refused(tmp_path: Path):
+    path = save(tmp_path, 1)
+    with pytest.raises(ValueError, match="does not fit the model"):
+        checkpoint.load_weights(model(dim=32), path)
+    state = json.loads((path / "state.json").read_text())
+    state["model"]["magic"] = 1
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="magic"):
+        checkpoint.load_model(path)
+
+
+def test_files_load_without_this_repository_and_without_pickle(tmp_path: Path):
+    path = save(tmp_path, 1)
+    code = (
+        "import sys, torch, safetensors.torch as s; p = sys.argv[1];"
+        "print(len(s.load_file(p + '/model.safetensors')), torch.load(p + '/optimizer.pt', weights_only=True)['x'].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1)[1].strip() == "[0, 1, 2]"
+
+
+def test_a_malicious_pickle_is_refused(tmp_path: Path):
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return (os.mkdir, (str(tmp_path / "owned"),))
+
+    path = save(tmp_path, 1)
+    torch.save({"x": Evil()}, path / "optimizer.pt")
+    state = json.loads((path / "state.json").read_text())
+    state["sha256"]["optimizer.pt"] = checkpoint._sha256(path / "optimizer.pt")
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        checkpoint.load_optimizer(path)
+    assert not (tmp_path / "owned").exists()

@@ -1,0 +1,154 @@
+"""Sampling, and text that goes on past the trained length."""
+
+import pytest
+import torch
+from conftest import run_program
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.config import ModelConfig
+from model.generation import generate, sample_next
+from model.transformer import Transformer
+
+LOGITS = torch.log(torch.tensor([[0.1, 0.5, 0.05, 0.35]]))
+
+
+def draws(count: int = 400, **settings: float) -> set[int]:
+    generator = torch.Generator().manual_seed(0)
+    return set(sample_next(LOGITS.expand(count, -1), generator, **settings).tolist())
+
+
+def test_temperature():
+    assert draws(temperature=0.0) == {1}
+    assert draws(temperature=1e-8) == {1}
+    assert draws(temperature=1.0) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("k, kept", [(0, {0, 1, 2, 3}), (1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3})])
+def test_top_k(k: int, kept: set[int]):
+    assert draws(top_k=k) == kept
+
+
+@pytest.mark.parametrize(
+    "p, kept", [(0.0, {1}), (1e-8, {1}), (0.4, {1}), (0.6, {1, 3}), (0.9, {0, 1, 3}), (1.0, {0, 1, 2, 3})]
+)
+def test_top_p_keeps_the_crossing_token_and_never_none(p: float, kept: set[int]):
+    assert draws(top_p=p) == kept
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 1.1}, {"top_p": -0.1}]
+)
+def test_senseless_settings_are_refused(settings: dict):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        draws(**settings)
+
+
+def test_frequencies_follow_the_probabilities():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.bincount(sample_next(LOGITS.expand(20_000, -1), generator), minlength=4) / 20_000
+    assert torch.allclose(counts, LOGITS.exp()[0], atol=0.015)
+
+
+@given(st.lists(st.floats(-50, 50), min_size=2, max_size=20), st.floats(0.01, 5), st.integers(0, 25), st.floats(0, 1))
+def test_a_drawn_id_is_always_one_that_the_filters_keep(scores: list[float], temperature: float, k: int, p: float):
+    logits = torch.tensor([scores])
+    chosen = int(sample_next(logits, torch.Generator().manual_seed(0), temperature, k, p))
+    larger = sum(s > logits[0, chosen].item() for s in logits[0].tolist())
+    assert 0 <= chosen < len(scores) and (k == 0 or larger < k)
+
+
+def model(position: str = "rope") -> Transformer:
+    return Transformer(ModelConfig(dim=32, n_layers=2, n_heads=2, ffn_dim=64, position=position, init_std=0.2), 50)
+
+
+@pytest.mark.parametrize("position", ["rope", "sinusoidal"])
+@pytest.mark.parametrize("prompt", [1, 5])
+def test_greedy_text_equals_the_uncached_loop(position: str, prompt: int):
+    m, x = model(position), torch.randint(50, (3, prompt), generator=torch.Generator().manual_seed(1))
+    made = torch.stack(list(generate(m, x, 60, temperature=0.0)), dim=1)
+    with torch.no_grad():
+        for _ in range(60):
+            x = torch.cat((x, m.eval()(x)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(made, x[:, prompt:])
+
+
+def test_seeds_decide_and_the_global_generator_is_untouched():
+    m, x = model(), torch.tensor([[1, 2]])
+
+    def text(seed: int) -> list[int]:
+        return [int(t) for t in generate(m, x, 20, generator=torch.Generator().manual_seed(seed))]
+
+    state = torch.get_rng_state()
+    assert text(0) == text(0) != text(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generation_restores_training_mode_and_ends():
+    m = model().train()
+    end = next(int(t) for t in generate(m, torch.tensor([[3]]), 1, temperature=0.0))
+    assert m.training
+    assert len(list(generate(m, torch.tensor([[3]]), 30, temperature=0.0, end_of_text=end))) == 1
+    assert list(generate(m, torch.tensor([[3]]), 0)) == []
+    with pytest.raises(ValueError, match="prompt holds no token"):
+        list(generate(m, torch.zeros(1, 0, dtype=torch.long), 3))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, text_folder):
+    folder = tmp_path_factory.mktemp("generate")
+    done = run_program(
+        "train.py", "--config=tiny.yaml", "--data.source=files", f"--data.path={text_folder}", "--data.limit=null",
+        "--data.vocab_size=300", f"--data.cache_dir={folder / 'cache'}", f"--out_dir={folder}", "--train.steps=5",
+        "--train.warmup_steps=1", "--eval.length_targets=16", "--tracking.mode=disabled",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "tiny-rope"
+
+
+def test_program_writes_the_prompt_and_goes_on(run):
+    done = run_program(
+        "scripts/generate.py", run, "--prompt", "ünder 🙂", "--max_new_tokens", 100, "--temperature", "0"
+    )
+    assert done.returncode == 0 and done.stdout.startswith("ünder 🙂") and len(done.stdout) > 20
+    assert "trained on 32 and goes on past them" in done.stderr and done.stderr.count("\n") == 1
+    again = run_program(
+        "-m", "scripts.generate", run, "--prompt", "ünder 🙂", "--max_new_tokens", 100, "--temperature", "0"
+    )
+    assert again.stdout == done.stdout
+    one = run_program("scripts/generate.py", run / "checkpoints/step-0000005", "--max_new_tokens=4", "--seed=3")
+    assert one.returncode == 0 and one.stderr == ""
+
+
+@pytest.mark.parametrize("prompt", ["", "\n", "🙂", "the rope " * 60])
+def test_program_takes_any_prompt(run, prompt: str):
+    done = run_program("scripts/generate.py", run, f"--prompt={prompt}", "--max_new_tokens=5")
+    assert done.returncode == 0 and done.stdout.startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["configs"], "configs holds no checkpoint"),
+        (["RUN", "--top_p=1.5"], "top_p is 1.5"),
+        (["RUN", "--max_new_tokens=-1"], "max_new_tokens is -1"),
+        (["RUN", "--temprature=1"], "did you mean --temperature?"),
+        ([], "required: run"),
+    ],
+)
+def test_program_refuses_in_one_line(run, arguments: list[str], words: str):
+    done = run_program("scripts/generate.py", *[run if a == "RUN" else a for a in arguments])
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and words in done.stderr
+
+
+def test_another_tokenizer_is_refused(run, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    tokenizer = copy / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true'))
+    done = run_program("scripts/generate.py", copy)
+    assert done.returncode == 2 and "is not the tokenizer that" in done.stderr

@@ -1,0 +1,86 @@
+"""Losses against a one-token-at-a-time reference: each target once, whatever the batch or the context."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from configs.schema import EvalConfig
+from data import batches
+from data.prepare import Tokens
+from model.config import ModelConfig
+from model.scoring import score, score_windows, token_losses
+from model.transformer import Transformer
+
+STREAM = Tokens([np.random.default_rng(0).integers(0, 50, 700).astype(np.uint16)])
+STARTS = np.array([0, 150, 420, 700])
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return Transformer(ModelConfig(dim=32, n_layers=2, n_heads=2, ffn_dim=64, init_std=0.2), 50).train()
+
+
+def nats_one_at_a_time(model: Transformer, context: int, target: int) -> float:
+    """Nats of the token at index `target` seen with the `context` tokens before it."""
+    seen = torch.from_numpy(STREAM.read(target - context, target))[None]
+    with torch.no_grad():
+        return -float(model(seen)[0, -1].log_softmax(-1)[int(STREAM.read(target, target + 1)[0])])
+
+
+@pytest.mark.parametrize("tokens_a_batch", [1, 100, 10**6])
+def test_same_targets_at_every_context_equal_the_reference(model: Transformer, tokens_a_batch: int):
+    block, ends = 4, batches.block_ends(STARTS, 64, 4, 24)
+    bytes_of = torch.arange(50) % 4
+    config = EvalConfig(batch_tokens=tokens_a_batch)
+    targets = [int(end) - block + 1 + i for end in ends for i in range(block)]
+    assert len(set(targets)) == len(targets) == 24
+    for context in (4, 16, 64):
+        row = train.measure(model, STREAM, ends - context, context, block, bytes_of, config, train.nullcontext())
+        # The first target of a block has block - 1 tokens less before it than the last.
+        seen = [context - block + 1 + i % block for i in range(24)]
+        expected = [nats_one_at_a_time(model, c, t) for c, t in zip(seen, targets, strict=True)]
+        assert row["loss"] == pytest.approx(math.fsum(expected) / 24, abs=1e-5)
+        ids = np.concatenate([STREAM.read(t, t + 1) for t in targets])
+        assert row["targets"] == 24 and row["bytes"] == int(bytes_of[ids].sum())
+        assert row["bits_per_byte"] == pytest.approx(math.fsum(expected) / math.log(2) / row["bytes"], abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_every_validation_target_once_in_any_batch_size(model: Transformer, batch_size: int):
+    starts = batches.validation_starts(STREAM, 20, 10**6)
+
+    def read(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = batches.cut(STREAM, starts[part], 20)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    nats, targets = zip(*score_windows(model, len(starts), read, 20, batch_size), strict=True)
+    assert torch.cat(targets).flatten().tolist() == STREAM.read(1, 34 * 20 + 1).tolist()
+    reference = score(model, *read(slice(None)))
+    assert torch.allclose(torch.cat(nats), reference, atol=1e-5)
+    assert model.training  # as it was
+
+
+def test_losses_are_fp32_sums_of_log_probabilities():
+    logits, targets = torch.randn(2, 3, 11), torch.randint(11, (2, 3))
+    by_hand = -logits.double().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    assert torch.allclose(token_losses(logits, targets).double(), by_hand, atol=1e-6)
+    assert token_losses(logits.bfloat16(), targets).dtype == torch.float32
+
+
+def test_a_context_blind_model_gives_a_flat_curve(model: Transformer):
+    class Unigram(Transformer):
+        def hidden_states(self, tokens, positions=None, cache=None):
+            return torch.ones(*tokens.shape, self.config.dim)
+
+    blind = Unigram(model.config, 50)
+    ends = batches.block_ends(STARTS, 64, 4, 100)
+    rows = [
+        train.measure(
+            blind, STREAM, ends - c, c, 4, torch.ones(50, dtype=torch.long), EvalConfig(), train.nullcontext()
+        )["loss"]
+        for c in (4, 8, 64)
+    ]
+    assert max(rows) - min(rows) < 1e-6
