@@ -333,12 +333,16 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def resume(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device) -> Progress:
+def resume(
+    run: Path, model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device, data: PreparedData
+) -> Progress:
     """Load the newest checkpoint of a run in place; a run that died before its first one starts over."""
     if not checkpoint.checkpoints(run):
         return Progress(pending=[])
     path = checkpoint.latest(run)
     state = checkpoint.read_state(path)
+    if state["data_fingerprint"] != data.manifest["fingerprint"]:
+        raise SettingsError(f"{run} was trained on other data than data.source {data.manifest['identity']['corpus']['source']} gives now")
     saved = checkpoint.load_optimizer(path)
     checkpoint.load_weights(model, path)
     # Moments come from the file; learning rate, decay and betas are settings, and settings win.
@@ -378,7 +382,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     optimizer = make_optimizer(model, config.train)
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    progress = resume(run_dir, model, optimizer, device) if config.resume else Progress(pending=[])
+    progress = resume(run_dir, model, optimizer, device, data) if config.resume else Progress(pending=[])
     write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
     write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
     facts = write_run_json(run_dir, status="running", **describe_machine(device))
@@ -457,6 +461,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
             tracker.finish(1)
             raise NonFiniteError(f"step {progress.step + 1}: {error}; {how_to_go_on(run_dir)}") from None
         progress.step += 1
+        progress.val_loss = None
         progress.tokens += config.train.batch_size * context
         progress.pending.append(loss.item())
         last = progress.step == config.train.steps

@@ -32,6 +32,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
+        self.encoding = encoding_class(config.position)
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
@@ -68,7 +69,7 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + seq, device=tokens.device)[None]
         key_positions = positions if cache is None else cache.extend_positions(positions)
-        encoding = encoding_class(self.config.position)(self.config, positions, key_positions)
+        encoding = self.encoding(self.config, positions, key_positions)
         mask = attention_mask(encoding, seq, past, tokens.device)
 
         x = self.embedding(tokens) * (self.config.embedding_rms / EMBEDDING_STD)
