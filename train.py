@@ -342,7 +342,9 @@ def resume(
     path = checkpoint.latest(run)
     state = checkpoint.read_state(path)
     if state["data_fingerprint"] != data.manifest["fingerprint"]:
-        raise SettingsError(f"{run} was trained on other data than data.source {data.manifest['identity']['corpus']['source']} gives now")
+        raise SettingsError(
+            f"{run} was trained on other data than data.source {data.manifest['identity']['corpus']['source']} gives now"
+        )
     saved = checkpoint.load_optimizer(path)
     checkpoint.load_weights(model, path)
     # Moments come from the file; learning rate, decay and betas are settings, and settings win.

@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
-from model.config import ModelConfig, RopeConfig, SinusoidalConfig
+from model.config import ModelConfig
 from model.transformer import Transformer
 
 STATE, WEIGHTS, OPTIMIZER = "state.json", "model.safetensors", "optimizer.pt"
@@ -127,13 +127,14 @@ def load_optimizer(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
 
 
-def model_config(values: dict[str, Any]) -> ModelConfig:
-    """Settings of the model from the plain values in state.json; unknown or missing ones are errors."""
-    known = {"rope": RopeConfig, "sinusoidal": SinusoidalConfig}
-    try:
-        return ModelConfig(**{key: known[key](**value) if key in known else value for key, value in values.items()})
-    except TypeError as error:
-        raise ValueError(f"the checkpoint describes a model that this version does not know: {error}") from error
+def model_config(values: dict[str, Any], settings: type = ModelConfig) -> Any:
+    """Settings of the model from the plain values in state.json; ValueError for unknown or missing ones."""
+    parts = {field.name: field.type for field in fields(settings)}
+    if values.keys() != parts.keys():
+        raise ValueError(
+            f"the checkpoint's settings are not those of this version: {', '.join(sorted(values.keys() ^ parts.keys()))}"
+        )
+    return settings(**{k: model_config(v, parts[k]) if is_dataclass(parts[k]) else v for k, v in values.items()})
 
 
 def _check(checkpoint: Path, name: str, state: dict[str, Any]) -> None:

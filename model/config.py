@@ -6,16 +6,57 @@ from dataclasses import dataclass, field
 EMBEDDING_STD = 0.02
 
 
+# How RoPE's frequencies can be stretched to longer contexts; the value says whether L0 must be known.
+SCALING_KINDS = {"none": False, "linear": False, "ntk": False, "dynamic": True, "yarn": True, "llama3": True}
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """How RoPE is stretched past the trained length, in training or on a trained model."""
+
+    kind: str = "none"
+    """none, linear (position interpolation), ntk, dynamic, yarn or llama3: docs/positions.md."""
+    factor: float = 1.0
+    """How many times longer than the trained length the context shall be, at least 1."""
+    trained_length: int | None = None
+    """L0 in tokens, for dynamic, yarn and llama3; null is the trained length of the checkpoint it is used on."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn at least so often within L0 keep their frequency."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn at most so often within L0 are slowed down by the whole factor."""
+    high_freq_factor: float = 4.0
+    """llama3: pairs that turn at least so often within L0 keep their frequency."""
+    low_freq_factor: float = 1.0
+    """llama3: pairs that turn at most so often within L0 are slowed down by the whole factor."""
+
+    def __post_init__(self) -> None:
+        key = "model.rope.scaling"
+        if self.kind not in SCALING_KINDS:
+            raise ValueError(f"{key}.kind is {self.kind!r}: choose one of {', '.join(SCALING_KINDS)}")
+        if not 1 <= self.factor < float("inf"):
+            raise ValueError(f"{key}.factor is {self.factor}: give 1 or more")
+        if self.trained_length is not None and self.trained_length < 1:
+            raise ValueError(f"{key}.trained_length is {self.trained_length}: give a number of tokens")
+        for more, less in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+            if not 0 < getattr(self, less) < getattr(self, more):
+                raise ValueError(f"{key}.{less} is {getattr(self, less)}: give a value between 0 and {key}.{more}")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Settings of rotary position embedding; read only when `model.position` is `rope`."""
 
     theta: float = 10000.0
     """Base of the frequencies theta_k = base^(-2k/head_dim); larger turns the slow pairs slower."""
+    fraction: float = 1.0
+    """Share of the pairs that turn, the fastest ones; the rest carry no position (p-RoPE)."""
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
 
     def __post_init__(self) -> None:
-        if self.theta <= 1:
+        if not 1 < self.theta < float("inf"):
             raise ValueError(f"model.rope.theta is {self.theta}: give a base above 1, such as 10000")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"model.rope.fraction is {self.fraction}: give a value above 0 and up to 1")
 
 
 @dataclass(frozen=True)
@@ -35,7 +76,7 @@ class ModelConfig:
     """Shape of a LLaMA-style decoder; the vocabulary size comes from the tokenizer."""
 
     position: str = "rope"
-    """Position encoding, the one switch of a comparison: rope or sinusoidal."""
+    """Position encoding, the one switch of a comparison: rope, sinusoidal, alibi or nope."""
     dim: int = 128
     """Width of the residual stream."""
     n_layers: int = 4
@@ -78,6 +119,13 @@ class ModelConfig:
             raise ValueError(f"model.n_heads {self.n_heads} is not a multiple of model.n_kv_heads {self.kv_heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout is {self.dropout}: give a value in [0, 1)")
+        scaling = self.rope.scaling.kind
+        if scaling != "none" and self.position != "rope":
+            raise ValueError(
+                f"model.rope.scaling.kind is {scaling}, but model.position is {self.position}: only rope stretches"
+            )
+        if scaling in ("ntk", "dynamic") and self.head_dim < 4:
+            raise ValueError(f"model.rope.scaling.kind {scaling} needs a head dim of 4 or more, not {self.head_dim}")
         for name in ("init_std", "embedding_rms"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"model.{name} is {getattr(self, name)}: give a value above 0")

@@ -31,16 +31,20 @@ class KVCache:
         shape = (config.n_layers, batch, config.kv_heads, capacity, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
-        self.positions = torch.zeros((batch, capacity), dtype=torch.long, device=device)
+        self.tokens = torch.zeros((batch, capacity), dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.tokens)
         self.length = 0
 
-    def extend_positions(self, positions: Int[Tensor, "#batch seq"]) -> Int[Tensor, "batch keys"]:
-        """Record the positions of the tokens about to be fed; return those of all keys. ValueError when full."""
-        end = self.length + positions.shape[1]
-        if end > self.positions.shape[1]:
-            raise ValueError(f"the cache has room for {self.positions.shape[1]} tokens and was given {end}")
+    def extend(
+        self, tokens: Int[Tensor, "batch seq"], positions: Int[Tensor, "#batch seq"]
+    ) -> tuple[Int[Tensor, "batch keys"], Int[Tensor, "batch keys"]]:
+        """Record the tokens about to be fed; return ids and positions of all so far. ValueError when full."""
+        end = self.length + tokens.shape[1]
+        if end > self.tokens.shape[1]:
+            raise ValueError(f"the cache has room for {self.tokens.shape[1]} tokens and was given {end}")
+        self.tokens[:, self.length : end] = tokens
         self.positions[:, self.length : end] = positions
-        return self.positions[:, :end]
+        return self.tokens[:, :end], self.positions[:, :end]
 
     def append(
         self,

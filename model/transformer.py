@@ -68,7 +68,12 @@ class Transformer(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + seq, device=tokens.device)[None]
-        key_positions = positions if cache is None else cache.extend_positions(positions)
+        key_positions = positions
+        if cache is not None:
+            all_tokens, key_positions = cache.extend(tokens, positions)
+            if past and self.encoding.outgrows_cache(self.config, past + seq):
+                cache.length += seq
+                return self.hidden_states(all_tokens, key_positions)[:, -seq:]
         encoding = self.encoding(self.config, positions, key_positions)
         mask = attention_mask(encoding, seq, past, tokens.device)
 

@@ -14,7 +14,11 @@ SHORT_RUN = (
     "--train.steps=4 --train.warmup_steps=1 --train.save_every=2 --train.batch_size=2 --eval.every=4 --eval.windows=4 "
     "--eval.length_targets=32 --eval.sample_tokens=2"
 )
-SHORT = {"train.py": SHORT_RUN, "scripts/generate.py": "--max_new_tokens=5", "scripts/benchmark.py": "--rounds=1 --steps=1"}
+SHORT = {
+    "train.py": SHORT_RUN,
+    "scripts/generate.py": "--max_new_tokens=5",
+    "scripts/benchmark.py": "--rounds=1 --steps=1",
+}
 # Set-up of a virtual environment and the tests themselves: .ci/run does these.
 NOT_HERE = ("python3 -m venv", "source ", "pip install", "make ", "git clone", "cd ")
 
@@ -39,7 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 
 def test_the_readme_has_the_commands_people_are_told_to_type():
-    assert {"python train.py --config small.yaml", "python train.py --config small.yaml --model.position sinusoidal"} <= set(commands())
+    assert {
+        "python train.py --config small.yaml",
+        "python train.py --config small.yaml --model.position sinusoidal",
+    } <= set(commands())
 
 
 @pytest.mark.parametrize("command", commands())
@@ -50,8 +57,7 @@ def test_command(command: str, folder: Path):
         if f"python {script}" in command and "--help" not in command and "--print_config" not in command:
             command = f"{command} {flags}"
     done = subprocess.run(
-        command,
-        shell=True,  # noqa: S602, as a user types it
+        ["bash", "-c", command],
         cwd=folder,
         env={**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}"},
         stdin=subprocess.DEVNULL,

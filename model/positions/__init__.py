@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 ENCODINGS: dict[str, str] = {
     "rope": "model.positions.rope.Rotary",
     "sinusoidal": "model.positions.sinusoidal.Sinusoidal",
+    "alibi": "model.positions.alibi.ALiBi",
+    "nope": "model.positions.nope.NoPE",
 }
 
 

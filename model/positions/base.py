@@ -28,6 +28,14 @@ class PositionEncoding:
     ) -> None:
         self.config = config
 
+    @classmethod
+    def outgrows_cache(cls, config: ModelConfig, length: int) -> bool:
+        """Whether a sequence of `length` tokens encodes its first tokens otherwise than a shorter one did.
+
+        Cached keys and values would be wrong then, so such a sequence is read anew as a whole.
+        """
+        return False
+
     def embed(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """Absolute encodings: change the token embeddings, once, before the first block."""
         return x

@@ -11,28 +11,38 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.positions.base import PositionEncoding
+from model.positions.scaling import attention_factor, scaled_frequencies, trained_length
 
 
-def rope_frequencies(head_dim: int, theta: float = 10000.0) -> Float[Tensor, "pairs"]:
-    """Radians per position of each pair, theta_k = theta^(-2k / head_dim), k = 0 .. head_dim/2 - 1.
+def rope_frequencies(head_dim: int, theta: float = 10000.0, fraction: float = 1.0) -> Float[Tensor, "pairs"]:
+    """Radians per position of each pair, theta_k = theta^(-2k / head_dim), k = 0 .. head_dim/2 - 1, in fp64.
 
-    Pair 0 is the fastest (one turn every 2 pi positions) and the last pair the slowest. Computed from
-    Python floats and rounded once, to fp32 (RoFormer, equation 15). ValueError for an odd head_dim.
+    Pair 0 is the fastest (one turn every 2 pi positions) and the last pair the slowest (RoFormer, equation
+    15). With a fraction below 1 the int(fraction * head_dim / 2) fastest pairs turn, at the same speeds as
+    ever, and the others stand still: p-RoPE (Barbero et al. 2025, https://arxiv.org/abs/2410.06205).
+    ValueError for an odd head_dim.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}: rotary pairs need it even")
-    return torch.tensor([theta ** (-2 * k / head_dim) for k in range(head_dim // 2)], dtype=torch.float32)
+    pairs = head_dim // 2
+    turning = int(fraction * pairs)
+    return torch.tensor(
+        [theta ** (-2 * k / head_dim) if k < turning else 0.0 for k in range(pairs)], dtype=torch.float64
+    )
 
 
 def rope_tables(
-    positions: Int[Tensor, "batch seq"], frequencies: Float[Tensor, "pairs"]
-) -> tuple[Float[Tensor, "batch 1 seq pairs"], Float[Tensor, "batch 1 seq pairs"]]:
-    """Cosine and sine of every rotation angle, in the dtype of `frequencies`, for all heads alike.
+    positions: Int[Tensor, "#batch seq"],
+    frequencies: Float[Tensor, "pairs"] | Float[Tensor, "#batch pairs"],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Float[Tensor, "#batch 1 seq pairs"], Float[Tensor, "#batch 1 seq pairs"]]:
+    """Cosine and sine of every rotation angle p * theta_k, computed in `dtype`, for all heads alike.
 
     A broadcast product, not a matmul: autocast would run a matmul in bf16, where only 641 of the
     first 2048 positions are distinct.
     """
-    angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies.to(positions.device)
+    frequencies = frequencies.to(positions.device, dtype)
+    angles = positions[:, None, :, None].to(dtype) * frequencies.view(-1, 1, 1, frequencies.shape[-1])
     return angles.cos(), angles.sin()
 
 
@@ -57,11 +67,8 @@ def apply_rotary_pos_emb(
     are interleaved. Angles are computed in fp32, or in fp64 where x is fp64. ValueError for an odd
     head_dim.
     """
-    frequencies = rope_frequencies(x.shape[-1], theta)
-    if x.dtype == torch.float64:
-        exponents = torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1]
-        frequencies = theta**-exponents
-    return rotate_pairs(x, *rope_tables(pos, frequencies))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return rotate_pairs(x, *rope_tables(pos, rope_frequencies(x.shape[-1], theta), dtype))
 
 
 class Rotary(PositionEncoding):
@@ -69,7 +76,19 @@ class Rotary(PositionEncoding):
 
     def __init__(self, config: ModelConfig, positions: Tensor, key_positions: Tensor) -> None:
         super().__init__(config, positions, key_positions)
-        self.cos, self.sin = rope_tables(positions, rope_frequencies(config.head_dim, config.rope.theta))
+        rope, device = config.rope, positions.device
+        # fp64, rounded to fp32 in rope_tables; MPS has none.
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        plain = rope_frequencies(config.head_dim, rope.theta, rope.fraction).to(device, precise)
+        frequencies = scaled_frequencies(plain, rope.theta, rope.scaling, key_positions.amax(-1) + 1)
+        cos, sin = rope_tables(positions, frequencies)
+        size = attention_factor(rope.scaling)
+        self.cos, self.sin = (cos, sin) if size == 1 else (size * cos, size * sin)
+
+    @classmethod
+    def outgrows_cache(cls, config: ModelConfig, length: int) -> bool:
+        scaling = config.rope.scaling
+        return scaling.kind == "dynamic" and length > trained_length(scaling)
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate_pairs(q, self.cos, self.sin), rotate_pairs(k, self.cos, self.sin)
