@@ -18,7 +18,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from configs.tracking import TrackingConfig
 from data.config import DataConfig
-from model.config import ModelConfig
+from model.config import SCALING_KINDS, ModelConfig
 
 SHIPPED = Path(__file__).parent
 T = TypeVar("T")
@@ -143,6 +143,11 @@ class Experiment:
             raise SettingsError(f"device is {self.device!r}: give auto, cpu, mps, cuda or cuda:N")
         if not 0 <= self.seed < 2**63:
             raise SettingsError(f"seed is {self.seed}: give a whole number from 0 to 2^63 - 1")
+        scaling = self.model.rope.scaling
+        if SCALING_KINDS[scaling.kind] and scaling.trained_length is None:
+            raise SettingsError(
+                f"model.rope.scaling.kind {scaling.kind} needs model.rope.scaling.trained_length, the length before stretching"
+            )
         if min(self.contexts) < self.eval.length_block:
             raise SettingsError(
                 f"eval.length_block {self.eval.length_block} is longer than the shortest context of the length "

@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
-from model.config import ModelConfig
+from model.config import ModelConfig, ScalingConfig
 from model.transformer import Transformer
 
 STATE, WEIGHTS, OPTIMIZER = "state.json", "model.safetensors", "optimizer.pt"
@@ -100,15 +100,27 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{checkpoint / STATE} cannot be read: {error}") from error
 
 
-def load_model(checkpoint: Path, device: str | torch.device = "cpu") -> Transformer:
+def load_model(
+    checkpoint: Path, device: str | torch.device = "cpu", scaling: ScalingConfig | None = None
+) -> Transformer:
     """Build the model a checkpoint describes and load its weights, strictly.
 
+    Args:
+        scaling: how to stretch its RoPE; its trained length is the checkpoint's unless it says another. None
+            leaves the model as it was trained.
+
     Raises:
-        ValueError: the file is damaged, or does not hold exactly the weights of the described model.
+        ValueError: the file is damaged or does not hold exactly the weights of the described model, or the
+            model has no RoPE to stretch.
     """
     state = read_state(checkpoint)
     _check(checkpoint, WEIGHTS, state)
-    model = Transformer(model_config(state["model"]), state["vocab_size"])
+    config = model_config(state["model"])
+    if scaling is not None:
+        if scaling.trained_length is None:
+            scaling = replace(scaling, trained_length=state["context"])
+        config = replace(config, rope=replace(config.rope, scaling=scaling))
+    model = Transformer(config, state["vocab_size"])
     load_weights(model, checkpoint)
     return model.to(device)
 

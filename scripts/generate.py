@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,7 +13,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.schema import fail, parse
 from data.tokenizer import TextStream, end_of_text_id, fingerprint, load_tokenizer
 from model import checkpoint
+from model.config import ScalingConfig
 from model.generation import check_sampling, generate
+
+
+@dataclass(frozen=True)
+class RopeOverride:
+    """What may be changed of a trained model's RoPE; kind none leaves it as it was trained."""
+
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+
+
+@dataclass(frozen=True)
+class ModelOverride:
+    """What may be changed of a trained model."""
+
+    rope: RopeOverride = field(default_factory=RopeOverride)
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,7 @@ class GenerateConfig:
     """The same seed gives the same text on the same machine."""
     device: str = "cpu"
     """Where to compute: cpu, mps or cuda."""
+    model: ModelOverride = field(default_factory=ModelOverride)
 
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_k, self.top_p)
@@ -57,7 +73,8 @@ def write(config: GenerateConfig) -> None:
     tokenizer = load_tokenizer(path.parent.parent / "tokenizer.json")
     if fingerprint(tokenizer) != state["tokenizer_sha256"]:
         raise ValueError(f"{path.parent.parent / 'tokenizer.json'} is not the tokenizer that {path} was trained with")
-    model = checkpoint.load_model(path, config.device)
+    scaling = config.model.rope.scaling
+    model = checkpoint.load_model(path, config.device, None if scaling.kind == "none" else scaling)
 
     end_of_text = end_of_text_id(tokenizer)
     ids = tokenizer.encode(config.prompt, add_special_tokens=False).ids or [end_of_text]

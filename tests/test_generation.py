@@ -120,6 +120,15 @@ def test_program_writes_the_prompt_and_goes_on(run):
     assert one.returncode == 0 and one.stderr == ""
 
 
+def test_program_stretches_rope(run):
+    arguments = ["scripts/generate.py", run, "--prompt=the rope", "--max_new_tokens=80", "--temperature=1"]
+    plain = run_program(*arguments)
+    for kind in ("linear", "ntk", "dynamic", "yarn", "llama3"):
+        done = run_program(*arguments, f"--model.rope.scaling.kind={kind}", "--model.rope.scaling.factor=4")
+        assert done.returncode == 0 and done.stdout.startswith("the rope"), done.stderr
+    assert plain.returncode == 0
+
+
 @pytest.mark.parametrize("prompt", ["", "\n", "🙂", "the rope " * 60])
 def test_program_takes_any_prompt(run, prompt: str):
     done = run_program("scripts/generate.py", run, f"--prompt={prompt}", "--max_new_tokens=5")
@@ -135,6 +144,8 @@ def test_program_takes_any_prompt(run, prompt: str):
         (["RUN", "--max_new_tokens=-1"], "max_new_tokens is -1"),
         (["RUN", "--temprature=1"], "did you mean --temperature?"),
         ([], "required: run"),
+        (["RUN", "--model.rope.scaling.kind=dinamic"], "choose one of none, linear"),
+        (["RUN", "--model.rope.scaling.factor=0.5"], "give 1 or more"),
     ],
 )
 def test_program_refuses_in_one_line(run, arguments: list[str], words: str):
