@@ -1,21 +1,25 @@
-"""How fast a training step is, beside the same model in transformers: `python scripts/benchmark.py`.
+"""How fast a training step is: `python scripts/benchmark.py`, beside the same model in transformers, or with
+`--against encodings` under every position encoding.
 
-Both run the same fp32 loop (forward, loss, backward, clipping, fused AdamW) on the same batches in one
-process, taking turns, so that a busy machine slows both. The figure to read is the ratio.
+All contenders run the same fp32 loop (forward, loss, backward, clipping, fused AdamW) on the same batch in one
+process, taking turns, so that a busy machine slows all of them. The figures to read are the ratios.
 """
 
 import statistics
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.schema import Experiment, fail, parse, parse_experiment
+from model.positions import ENCODINGS
 from model.scoring import token_losses
 from model.transformer import Transformer
 from train import make_optimizer
@@ -25,18 +29,18 @@ from train import make_optimizer
 class BenchmarkConfig:
     """What to time."""
 
+    against: Literal["transformers", "encodings"] = "transformers"
+    """Compare our RoPE model with transformers' Llama, or the encodings with each other."""
     shape: str = "small.yaml"
     """Config file whose model, context and batch size are timed."""
-    position: str = "rope"
-    """Position encoding of our model; transformers' Llama always has RoPE."""
     batch_size: int | None = None
     """Sequences a step; null takes the config's."""
     rounds: int = 15
-    """How often the two take turns; the medians over rounds are reported."""
-    steps: int = 5
+    """How often the contenders take turns; the medians over rounds are reported."""
+    steps: int = 10
     """Training steps a turn."""
     vocab_size: int = 2048
-    """Token ids of both models."""
+    """Token ids of all models."""
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.steps) < 1:
@@ -64,19 +68,30 @@ def llama_like(experiment: Experiment, vocab_size: int) -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
+def contenders(config: BenchmarkConfig, experiment: Experiment) -> dict[str, tuple[torch.nn.Module, Callable]]:
+    """Models to time and how to get logits from them; the first is what the others are compared with."""
+
+    def ours(position: str) -> tuple[torch.nn.Module, Callable]:
+        model = Transformer(replace(experiment.model, position=position), config.vocab_size)
+        return model, model
+
+    if config.against == "encodings":
+        return {position: ours(position) for position in ENCODINGS}
+    llama = llama_like(experiment, config.vocab_size)
+    return {"transformers Llama": (llama, lambda x: llama(input_ids=x).logits), "ropewalk": ours("rope")}
+
+
 def benchmark(config: BenchmarkConfig) -> str:
-    """Time training steps of both models by turns; returns the table."""
-    experiment = parse_experiment(["--config", config.shape, "--model.position", config.position])
+    """Time training steps by turns; returns the table."""
+    experiment = parse_experiment(["--config", config.shape])
     batch, context = config.batch_size or experiment.train.batch_size, experiment.data.context
-    ours = Transformer(experiment.model, config.vocab_size)
-    theirs = llama_like(experiment, config.vocab_size)
-    contenders = {"ropewalk": (ours, ours), "transformers Llama": (theirs, lambda x: theirs(input_ids=x).logits)}
-    optimizers = {name: make_optimizer(model, experiment.train) for name, (model, _) in contenders.items()}
+    timed = contenders(config, experiment)
+    optimizers = {name: make_optimizer(model, experiment.train) for name, (model, _) in timed.items()}
     ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def turn(name: str) -> float:
-        model, forward = contenders[name]
+        model, forward = timed[name]
         parameters = list(model.parameters())
         start = time.perf_counter()
         for _ in range(config.steps):
@@ -87,28 +102,31 @@ def benchmark(config: BenchmarkConfig) -> str:
             optimizers[name].step()
         return (time.perf_counter() - start) / config.steps
 
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name in contenders:
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for name in timed:
         turn(name)  # the first steps allocate
     for number in range(config.rounds):
-        order = list(contenders) if number % 2 == 0 else list(contenders)[::-1]
-        for name in order:
-            times[name].append(turn(name))
-    ratios = sorted(a / b for a, b in zip(times["ropewalk"], times["transformers Llama"], strict=True))
+        # Every contender goes first, second, ... equally often.
+        names = list(timed)
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(turn(name))
+
+    first = next(iter(timed))
     lines = [
-        f"training step, {config.shape}, {config.position}, fp32, {batch} x {context} tokens, "
-        f"{sum(p.numel() for p in ours.parameters()):,} parameters, {torch.get_num_threads()} threads, "
+        f"training step, {config.shape}, fp32, {batch} x {context} tokens, {torch.get_num_threads()} threads, "
         f"medians of {config.rounds} turns of {config.steps} steps",
-        f"{'':<20}{'ms/step':>10}{'tokens/s':>12}",
+        f"{'':<20}{'parameters':>12}{'ms/step':>10}{'tokens/s':>12}   step time / {first} (middle half of turns)",
     ]
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        lines.append(f"{name:<20}{1000 * median:>10.1f}{batch * context / median:>12,.0f}")
-    quarter = len(ratios) // 4
-    lines.append(
-        f"step time of ropewalk / transformers Llama: {statistics.median(ratios):.3f} "
-        f"(half of the turns between {ratios[quarter]:.3f} and {ratios[-1 - quarter]:.3f})"
-    )
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        ratios = sorted(a / b for a, b in zip(times, seconds[first], strict=True))
+        quarter = len(ratios) // 4
+        parameters = sum(p.numel() for p in timed[name][0].parameters())
+        lines.append(
+            f"{name:<20}{parameters:>12,}{1000 * median:>10.1f}{batch * context / median:>12,.0f}"
+            f"   {statistics.median(ratios):.3f} ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f})"
+        )
     return "\n".join(lines)
 
 

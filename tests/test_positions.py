@@ -84,6 +84,13 @@ def test_documented_signature():
         assert turned.shape == x.shape and turned.dtype == dtype
 
 
+def test_any_view_can_be_rotated():
+    x = torch.randn(2, 3, 7, 33)
+    view = x[..., 1:17]
+    assert torch.equal(apply_rotary_pos_emb(view, row(*range(7))), apply_rotary_pos_emb(view.clone(), row(*range(7))))
+    assert apply_rotary_pos_emb(x[..., 32:].expand(-1, -1, -1, 4), row(*range(7))).shape == (2, 3, 7, 4)
+
+
 def test_rope_in_fp32_stays_near_fp64_at_far_positions():
     x, positions = heads(0, (1, 1, 5, 16)), row(0, 1000, 4096, 30_000, 65_536)
     exact = apply_rotary_pos_emb(x, positions)

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from model.config import ModelConfig
-from model.positions.rope import apply_rotary_pos_emb, rope_frequencies, rope_tables
+from model.positions.rope import apply_rotary_pos_emb, rope_frequencies, rope_tables, rotate_pairs
 from model.transformer import Transformer
 
 PAGE = (ROOT / "docs/rope.md").read_text()
@@ -81,6 +81,18 @@ def test_formula_07_rotation_is_complex_multiplication():
     x = vector(3)
     for z, turned, theta in zip(pairs(x), pairs(turn(x, 11)), rope_frequencies(16).tolist(), strict=True):
         assert turned == pytest.approx(z * cmath.exp(1j * 11 * theta))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_both_forms_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    x = torch.randn(2, 3, 9, 16).to(dtype).transpose(1, 2)  # as the model hands it over, not contiguous
+    tables = rope_tables(torch.arange(3)[None] * 1000, rope_frequencies(16))
+    as_complex = rotate_pairs(x, *tables)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    as_real = rotate_pairs(x, *tables)
+    assert as_complex.dtype == as_real.dtype == dtype
+    assert torch.allclose(as_complex, as_real, atol=1e-6 if dtype != torch.bfloat16 else 2e-2)
+    assert not torch.allclose(as_real, x, atol=0.1)
 
 
 def test_formula_08_complex_score():
@@ -185,7 +197,7 @@ def test_every_formula_of_the_page_names_its_test():
 
 def test_every_line_of_code_quoted_on_the_page_is_in_the_code():
     quotes = re.findall(r"Code, \[([\w/.]+)\]\([^)]*\): `([^`]+)`", PAGE)
-    assert len(quotes) == 5
+    assert len(quotes) == 6
     for path, line in quotes:
         squeezed = re.sub(r"\s+", "", (ROOT / path).read_text())
         assert re.sub(r"\s+", "", line) in squeezed, f"{path}: {line}"
