@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint clean
+.PHONY: train test slow lint clean
 
 train: .venv/runtime-installed
 	$(BIN)/python train.py --config small.yaml
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest -m "not slow"
+
+slow: .venv/dev-installed
+	$(BIN)/python -m pytest -m slow -s
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

@@ -21,7 +21,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": 
 os.environ.pop("WANDB_API_KEY", None)
 
 
-def run_program(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+def run_program(
+    *arguments: object, cwd: Path = ROOT, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess:
     """Run a Python program of the repository without a terminal, as `python <arguments>` from `cwd`."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -30,7 +32,7 @@ def run_program(*arguments: object, cwd: Path = ROOT, **environment: str) -> sub
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
 
 

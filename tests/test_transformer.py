@@ -1,11 +1,13 @@
 """The model against transformers' Llama, against itself with a cache, and against its twin."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from model.config import ModelConfig
+from configs.schema import parse_experiment
+from model.config import SCALING_KINDS, ModelConfig, ScalingConfig
 from model.generation import KVCache
 from model.positions import ENCODINGS
 from model.scoring import token_losses
@@ -121,7 +123,21 @@ def test_order_of_tokens_matters(position: str):
 @pytest.mark.parametrize("rms", [0.02, 1.0])
 def test_first_loss_is_that_of_a_uniform_guess(position: str, rms: float):
     model, x = Transformer(ModelConfig(position=position, embedding_rms=rms), 2048), torch.randint(2048, (4, 129))
-    loss = token_losses(model(x[:, :-1]), x[:, 1:].contiguous()).mean()
+    with torch.no_grad():
+        loss = token_losses(model(x[:, :-1]), x[:, 1:].contiguous()).mean()
+    assert abs(float(loss) - math.log(2048)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "position, kind", [*((p, "none") for p in POSITIONS), *(("rope", kind) for kind in SCALING_KINDS)]
+)
+def test_first_loss_with_the_shipped_recipe(position: str, kind: str):
+    shipped = parse_experiment(["--config", "small.yaml"]).model
+    scaling = ScalingConfig(kind=kind, factor=1.0 if kind == "none" else 4.0, trained_length=64)
+    model = Transformer(replace(shipped, position=position, rope=replace(shipped.rope, scaling=scaling)), 2048)
+    x = torch.randint(2048, (4, 129), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = token_losses(model(x[:, :-1]), x[:, 1:].contiguous()).mean()
     assert abs(float(loss) - math.log(2048)) < 0.1
 
 
