@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -22,23 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from configs.schema import EvalConfig, Experiment, SettingsError, TrainConfig, fail, parse_experiment, to_yaml
-from configs.tracking import Metrics, Wandb, plot_lengths
+from configs.run_folder import Metrics, describe_machine, refuse_other_run, write_atomically, write_run_json
+from configs.schema import Experiment, SettingsError, TrainConfig, fail, parse_experiment, to_yaml
+from configs.tracking import Wandb, plot_lengths
 from data import batches
 from data.prepare import PreparedData, Tokens, prepare
 from data.tokenizer import TextStream, byte_lengths, end_of_text_id
 from model import checkpoint
 from model.generation import generate
-from model.scoring import score_windows, token_losses
+from model.scoring import Read, measure, token_losses
 from model.transformer import Transformer
-
-# What a resumed run may not change: it would no longer be the same run.
-FIXED_ON_RESUME = ("model", "data", "seed", "train.batch_size")
-FREE_ON_RESUME = ("data.cache_dir",)
 
 
 class NonFiniteError(RuntimeError):
@@ -117,11 +112,10 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     loss = torch.zeros((), device=device)
     for first in range(0, len(windows), micro_batch_size):
-        x, y = batches.cut(tokens, windows[first : first + micro_batch_size] * context, context)
-        x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+        x, y = reader(tokens)(windows[first : first + micro_batch_size] * context, context)
         with autocast:
-            logits = model(x)
-        part = token_losses(logits, y).sum() / (len(windows) * context)
+            logits = model(x.to(device))
+        part = token_losses(logits, y.to(device)).sum() / (len(windows) * context)
         part.backward()
         loss += part.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
@@ -131,36 +125,14 @@ def train_step(
     return loss, grad_norm
 
 
-def measure(
-    model: Transformer,
-    tokens: Tokens,
-    starts: np.ndarray,
-    context: int,
-    scored: int,
-    token_bytes: Tensor,
-    config: EvalConfig,
-    autocast: AbstractContextManager,
-) -> dict[str, float]:
-    """Mean loss of the last `scored` targets of fixed windows: a sum over counts, with true byte counts."""
+def reader(tokens: Tokens) -> Read:
+    """What reads windows of ids, x and y, from their starts and length."""
 
-    def read(part: slice) -> tuple[Tensor, Tensor]:
-        x, y = batches.cut(tokens, starts[part], context)
+    def read(starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        x, y = batches.cut(tokens, starts, length)
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    nats, count, size = 0.0, 0, 0
-    batch_size = max(1, config.batch_tokens // context)
-    for losses, targets in score_windows(model, len(starts), read, scored, batch_size, autocast):
-        nats += losses.double().sum().item()
-        count += targets.numel()
-        size += int(token_bytes[targets].sum())
-    loss = nats / count
-    return {
-        "loss": loss,
-        "bits_per_byte": nats / math.log(2) / size,
-        "perplexity": math.exp(min(loss, 700)),
-        "targets": count,
-        "bytes": size,
-    }
+    return read
 
 
 def measure_lengths(
@@ -170,7 +142,7 @@ def measure_lengths(
 
     Contexts longer than any held-out document are left out, and named under `skipped_contexts`.
     """
-    tokens, starts = data.tokens("val"), data.document_starts("val")
+    read, starts = reader(data.tokens("val")), data.document_starts("val")
     room = int(np.diff(starts).max()) - 2  # the end-of-text is no target, and the first token has no context
     contexts = [context for context in config.contexts if context <= room]
     block = config.eval.length_block
@@ -179,7 +151,7 @@ def measure_lengths(
     if contexts:
         ends = batches.block_ends(starts, max(contexts), block, config.eval.length_targets)
     for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not sys.stderr.isatty()):
-        row = measure(model, tokens, ends - context, context, block, token_bytes, config.eval, autocast)
+        row = measure(model, read, ends - context, context, block, token_bytes, config.eval.batch_tokens, autocast)
         rows.append({"context": context, **row})
     return {
         "trained_context": config.data.context,
@@ -246,6 +218,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def name_device(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return f"{device} ({name}, {torch.get_num_threads()} threads)"
+
+
 def choose_autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Autocast to bf16, or nothing. SettingsError for bf16 on a CPU, where it can be 200 times slower than fp32."""
     if precision == "bf16" and device.type == "cpu":
@@ -254,69 +231,6 @@ def choose_autocast(precision: str, device: torch.device) -> AbstractContextMana
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     use = precision == "bf16" or (precision == "auto" and fast)
     return torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
-
-
-def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    flat = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def refuse_other_run(config: Experiment) -> None:
-    """SettingsError unless the run folder is new, or is to be resumed and holds the run of these settings."""
-    run = config.run_dir
-    if not config.resume:
-        if run.is_dir() and any(run.iterdir()):
-            raise SettingsError(
-                f"{run} holds a run already: go on with --resume true, or choose another --name or --seed"
-            )
-        return
-    if not (run / "config.yaml").is_file():
-        raise SettingsError(f"{run} holds no run to resume: check name and out_dir, or leave out --resume")
-    before = flatten(yaml.safe_load((run / "config.yaml").read_text()))
-    now = flatten(yaml.safe_load(to_yaml(config)))
-    changed = [
-        f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if key.startswith(FIXED_ON_RESUME) and key not in FREE_ON_RESUME and before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise SettingsError(f"{run} cannot be resumed with other settings: {'; '.join(changed)}")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def write_run_json(run: Path, **changes: Any) -> dict[str, Any]:
-    """Update run.json, what there is to know about a run besides its settings."""
-    path = run / "run.json"
-    values = json.loads(path.read_text()) if path.exists() else {}
-    values |= changes
-    write_atomically(path, json.dumps(values, indent=2) + "\n")
-    return values
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return ""
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(git("status", "--porcelain")),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": f"{device} ({name}, {torch.get_num_threads()} threads)",
-    }
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -366,6 +280,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
 
     data = prepare(config.data)
     tokens, val_tokens = data.tokens("train"), data.tokens("val")
+    read = reader(val_tokens)
     context = config.data.context
     windows = batches.window_count(tokens, context)
     val_starts = batches.validation_starts(val_tokens, context, config.eval.windows)
@@ -387,7 +302,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     progress = resume(run_dir, model, optimizer, device, data) if config.resume else Progress(pending=[])
     write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
     write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
-    facts = write_run_json(run_dir, status="running", **describe_machine(device))
+    facts = write_run_json(run_dir, status="running", **describe_machine(name_device(device)))
     if "wandb_id" not in facts:
         facts = write_run_json(run_dir, wandb_id=os.urandom(6).hex())
     metrics = Metrics(run_dir / "metrics.jsonl", progress.step)
@@ -420,7 +335,8 @@ def run(config: Experiment, stop: StopRequest) -> None:
         checkpoint.prune(run_dir, config.train.keep_checkpoints)
 
     def validate() -> None:
-        result = measure(model, val_tokens, val_starts, context, context, token_bytes, config.eval, autocast)
+        batch_tokens = config.eval.batch_tokens
+        result = measure(model, read, val_starts, context, context, token_bytes, batch_tokens, autocast)
         progress.val_loss = result["loss"]
         log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
         say(

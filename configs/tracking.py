@@ -1,6 +1,5 @@
-"""Where a run is recorded: metrics.jsonl, which is the truth, and Weights & Biases, which shows it."""
+"""How a run is shown: in Weights & Biases, and as a picture of its length curve."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -28,34 +27,6 @@ class TrackingConfig:
     """Tags beside the position encoding and the group."""
     notes: str | None = None
     """Free text."""
-
-
-class Metrics:
-    """metrics.jsonl: one JSON object a line, each with `step` and `tokens`.
-
-    Args:
-        path: the file; created if missing.
-        resume_step: lines past this step are dropped, since the resumed run makes them again.
-    """
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        kept = []
-        self.last_step = 0
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                step = json.loads(line)["step"]
-            except (json.JSONDecodeError, KeyError):
-                continue  # the last line of a killed run may be torn
-            self.last_step = max(self.last_step, step)
-            if step <= resume_step:
-                kept.append(line + "\n")
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
-        self.file = path.open("a", buffering=1)
-
-    def write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
 
 
 class Wandb:

@@ -114,7 +114,6 @@ def load_model(
             model has no RoPE to stretch.
     """
     state = read_state(checkpoint)
-    _check(checkpoint, WEIGHTS, state)
     config = model_config(state["model"])
     if scaling is not None:
         if scaling.trained_length is None:
@@ -126,7 +125,8 @@ def load_model(
 
 
 def load_weights(model: Transformer, checkpoint: Path) -> None:
-    """Copy a checkpoint's weights into `model`; ValueError unless names and shapes agree exactly."""
+    """Copy a checkpoint's weights into `model`; ValueError if damaged, or unless names and shapes agree exactly."""
+    _check(checkpoint, WEIGHTS, read_state(checkpoint))
     try:
         model.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS), strict=True)
     except RuntimeError as error:

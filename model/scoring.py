@@ -1,7 +1,9 @@
 """Negative log-likelihood of tokens: validation and every length measurement go through here."""
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from model.transformer import Transformer
+
+# Gives x and y, both `(windows, length)` ids, from an array of starts and a length.
+Read = Callable[[Any, int], tuple[Tensor, Tensor]]
 
 
 def token_losses(
@@ -38,24 +43,57 @@ def score(
 
 def score_windows(
     model: Transformer,
-    windows: int,
-    read: Callable[[slice], tuple[Tensor, Tensor]],
+    read: Read,
+    starts: Any,
+    context: int,
     scored: int,
-    batch_size: int,
-    autocast: AbstractContextManager | None = None,
+    batch_tokens: int,
+    autocast: AbstractContextManager,
 ) -> Iterator[tuple[Float[Tensor, "batch scored"], Int[Tensor, "batch scored"]]]:
-    """Score the last `scored` targets of each of `windows` windows, some at a time.
+    """Score the last `scored` targets of every window, some windows at a time.
 
     Args:
-        read: gives x and y, both `(batch, seq)` ids, of a slice of the windows.
-        batch_size: windows in one forward pass; the result does not depend on it.
+        read: reads windows.
+        starts: array of where the windows start, `(windows,)`.
+        context: tokens fed in each window.
+        batch_tokens: tokens in one forward pass; the result does not depend on it.
 
     Yields nats and target ids of each batch, on the CPU and in order.
     """
     device = model.embedding.weight.device
-    for first in range(0, windows, batch_size):
-        x, y = read(slice(first, min(first + batch_size, windows)))
+    batch_size = max(1, batch_tokens // context)
+    for first in range(0, len(starts), batch_size):
+        x, y = read(starts[first : first + batch_size], context)
         targets = y[:, -scored:].contiguous()
-        with autocast or nullcontext():
+        with autocast:
             nats = score(model, x.to(device), targets.to(device))
         yield nats.cpu(), targets
+
+
+def measure(
+    model: Transformer,
+    read: Read,
+    starts: Any,
+    context: int,
+    scored: int,
+    token_bytes: Int[Tensor, "vocab"],
+    batch_tokens: int,
+    autocast: AbstractContextManager,
+) -> dict[str, float]:
+    """Loss of the last `scored` targets of every window: sums over counts, in nats per token and bits per byte.
+
+    Args as for score_windows, and `token_bytes`, the bytes of text each id stands for.
+    """
+    nats, count, size = 0.0, 0, 0
+    for losses, targets in score_windows(model, read, starts, context, scored, batch_tokens, autocast):
+        nats += losses.double().sum().item()
+        count += targets.numel()
+        size += int(token_bytes[targets].sum())
+    loss = nats / count
+    return {
+        "loss": loss,
+        "bits_per_byte": nats / math.log(2) / size,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "targets": count,
+        "bytes": size,
+    }

@@ -50,7 +50,7 @@ def test_resolved_settings_read_back_to_the_same(tmp_path: Path):
 
 
 def differing(a: Experiment, b: Experiment) -> set[str]:
-    from train import flatten
+    from configs.run_folder import flatten
 
     a, b = (flatten(yaml.safe_load(to_yaml(x))) for x in (a, b))
     return {key for key in a | b if a.get(key) != b.get(key)}

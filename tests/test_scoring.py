@@ -1,20 +1,21 @@
 """Losses against a one-token-at-a-time reference: each target once, whatever the batch or the context."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-import train
-from configs.schema import EvalConfig
 from data import batches
 from data.prepare import Tokens
 from model.config import ModelConfig
-from model.scoring import score, score_windows, token_losses
+from model.scoring import measure, score, score_windows, token_losses
 from model.transformer import Transformer
+from train import reader
 
 STREAM = Tokens([np.random.default_rng(0).integers(0, 50, 700).astype(np.uint16)])
+READ = reader(STREAM)
 STARTS = np.array([0, 150, 420, 700])
 
 
@@ -34,11 +35,10 @@ def nats_one_at_a_time(model: Transformer, context: int, target: int) -> float:
 def test_same_targets_at_every_context_equal_the_reference(model: Transformer, tokens_a_batch: int):
     block, ends = 4, batches.block_ends(STARTS, 64, 4, 24)
     bytes_of = torch.arange(50) % 4
-    config = EvalConfig(batch_tokens=tokens_a_batch)
     targets = [int(end) - block + 1 + i for end in ends for i in range(block)]
     assert len(set(targets)) == len(targets) == 24
     for context in (4, 16, 64):
-        row = train.measure(model, STREAM, ends - context, context, block, bytes_of, config, train.nullcontext())
+        row = measure(model, READ, ends - context, context, block, bytes_of, tokens_a_batch, nullcontext())
         # The first target of a block has block - 1 tokens less before it than the last.
         seen = [context - block + 1 + i % block for i in range(24)]
         expected = [nats_one_at_a_time(model, c, t) for c, t in zip(seen, targets, strict=True)]
@@ -52,13 +52,9 @@ def test_same_targets_at_every_context_equal_the_reference(model: Transformer, t
 def test_every_validation_target_once_in_any_batch_size(model: Transformer, batch_size: int):
     starts = batches.validation_starts(STREAM, 20, 10**6)
 
-    def read(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = batches.cut(STREAM, starts[part], 20)
-        return torch.from_numpy(x), torch.from_numpy(y)
-
-    nats, targets = zip(*score_windows(model, len(starts), read, 20, batch_size), strict=True)
+    nats, targets = zip(*score_windows(model, READ, starts, 20, 20, 20 * batch_size, nullcontext()), strict=True)
     assert torch.cat(targets).flatten().tolist() == STREAM.read(1, 34 * 20 + 1).tolist()
-    reference = score(model, *read(slice(None)))
+    reference = score(model, *READ(starts, 20))
     assert torch.allclose(torch.cat(nats), reference, atol=1e-5)
     assert model.training  # as it was
 
@@ -78,9 +74,7 @@ def test_a_context_blind_model_gives_a_flat_curve(model: Transformer):
     blind = Unigram(model.config, 50)
     ends = batches.block_ends(STARTS, 64, 4, 100)
     rows = [
-        train.measure(
-            blind, STREAM, ends - c, c, 4, torch.ones(50, dtype=torch.long), EvalConfig(), train.nullcontext()
-        )["loss"]
+        measure(blind, READ, ends - c, c, 4, torch.ones(50, dtype=torch.long), 8192, nullcontext())["loss"]
         for c in (4, 8, 64)
     ]
     assert max(rows) - min(rows) < 1e-6

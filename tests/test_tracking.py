@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_program
 
-from configs.tracking import Metrics, TrackingConfig, Wandb
+from configs.run_folder import Metrics
+from configs.tracking import TrackingConfig, Wandb
 
 WANDB = Path(sys.executable).parent / "wandb"
 
