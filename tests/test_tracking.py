@@ -81,7 +81,7 @@ def test_points_have_their_axes(run):
     history = [r["history"]["item"] for r in records if r["type"] == "history"]
     for key in ("train/loss", "val/loss"):
         points = [item for item in history if key in item]
-        assert points and all(item["tokens"] == item["step"] * 256 for item in points)
+        assert points and all(item["tokens"] == item["step"] * 128 for item in points)
         assert [p["step"] for p in points] == ([5, 10, 15, 20] if key == "train/loss" else [10, 20])
     lengths = [(item["length/context"], item["length/loss"]) for item in history if "length/loss" in item]
     assert [context for context, _ in lengths] == [8, 16, 32, 48, 64, 128, 256, 512]

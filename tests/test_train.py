@@ -21,6 +21,7 @@ from configs.schema import TrainConfig, parse_experiment
 from data.batches import TrainingOrder
 from data.prepare import Tokens, prepare
 from model.config import ModelConfig
+from model.positions import ENCODINGS
 from model.transformer import Transformer
 
 
@@ -233,7 +234,7 @@ def test_twins_see_the_same_batches_and_start_from_the_same_weights(
 def test_golden_curve_of_20_steps(small_run: list[str]):
     """Losses recorded once: a change that moves them is a change of the recipe and must be meant."""
     golden = json.loads((ROOT / "tests/golden/losses.json").read_text())
-    for position in ("rope", "sinusoidal"):
+    for position in ENCODINGS:
         made = losses(go(small_run, f"--model.position={position}", f"--name={position}"))
         assert list(made.values()) == pytest.approx(golden[position], abs=2e-4)
         assert made[20] < made[1] - 1
