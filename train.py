@@ -135,6 +135,12 @@ def reader(tokens: Tokens) -> Read:
     return read
 
 
+def block_ends(data: PreparedData, config: Experiment, contexts: list[int]) -> np.ndarray:
+    """Ends of the blocks of targets that are scored at every one of `contexts`."""
+    starts = data.document_starts("val")
+    return batches.block_ends(starts, max(contexts), config.eval.length_block, config.eval.length_targets)
+
+
 def measure_lengths(
     model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager
 ) -> dict:
@@ -149,7 +155,7 @@ def measure_lengths(
     token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
     rows, ends = [], np.empty(0, np.int64)
     if contexts:
-        ends = batches.block_ends(starts, max(contexts), block, config.eval.length_targets)
+        ends = block_ends(data, config, contexts)
     for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not sys.stderr.isatty()):
         row = measure(model, read, ends - context, context, block, token_bytes, config.eval.batch_tokens, autocast)
         rows.append({"context": context, **row})
