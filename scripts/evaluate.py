@@ -168,7 +168,7 @@ def evaluate(config: EvaluateConfig) -> dict:
     lengths["by_position"] = by_position(model, config, experiment, data, contexts[-1])
     lengths["copy_gain"] = copy_gain(model, config, experiment, data, contexts[-1])
     write_atomically(run / "lengths.json", json.dumps(lengths, indent=2) + "\n")
-    plot_lengths(lengths, run.name, run / "lengths.png")
+    plot_lengths(lengths, experiment.model.position, run.name, run / "lengths.png")
     return lengths
 
 
