@@ -135,6 +135,12 @@ def reader(tokens: Tokens) -> Read:
     return read
 
 
+def block_ends(data: PreparedData, config: Experiment, contexts: list[int]) -> np.ndarray:
+    """Ends of the blocks of targets that are scored at every one of `contexts`."""
+    starts = data.document_starts("val")
+    return batches.block_ends(starts, max(contexts), config.eval.length_block, config.eval.length_targets)
+
+
 def measure_lengths(
     model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager
 ) -> dict:
@@ -149,7 +155,7 @@ def measure_lengths(
     token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
     rows, ends = [], np.empty(0, np.int64)
     if contexts:
-        ends = batches.block_ends(starts, max(contexts), block, config.eval.length_targets)
+        ends = block_ends(data, config, contexts)
     for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not sys.stderr.isatty()):
         row = measure(model, read, ends - context, context, block, token_bytes, config.eval.batch_tokens, autocast)
         rows.append({"context": context, **row})
@@ -271,6 +277,14 @@ def resume(
     return Progress(**{name: state[name] for name in ("step", "tokens", "pending", "val_loss")})
 
 
+def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
+    """Load the weights of another run's newest checkpoint. ValueError unless tokenizer and shapes are the same."""
+    path = checkpoint.latest(run)
+    if checkpoint.read_state(path)["tokenizer_sha256"] != data.manifest["tokenizer_sha256"]:
+        raise SettingsError(f"init_from {run} was trained with another tokenizer than this run's data")
+    checkpoint.load_weights(model, path)
+
+
 def run(config: Experiment, stop: StopRequest) -> None:
     """Train, save, validate, measure: one whole run."""
     device = choose_device(config.device)
@@ -296,6 +310,8 @@ def run(config: Experiment, stop: StopRequest) -> None:
     torch.manual_seed(config.seed)
     model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
     torch.manual_seed(config.seed)  # what dropout draws must not depend on how the weights were made
+    if config.init_from:
+        start_from(Path(config.init_from), model, data)
     optimizer = make_optimizer(model, config.train)
 
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -421,7 +437,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     lengths = measure_lengths(model, data, config, autocast)
     write_atomically(run_dir / "lengths.json", json.dumps(lengths, indent=2) + "\n")
     if lengths["by_context"]:
-        plot_lengths(lengths, seeded_name, run_dir / "lengths.png")
+        plot_lengths(lengths, config.model.position, seeded_name, run_dir / "lengths.png")
         report_lengths(tracker, lengths, run_dir / "lengths.png")
     tracker.finish()
     write_run_json(run_dir, status="finished")

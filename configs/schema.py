@@ -6,6 +6,7 @@ Order: defaults < YAML file < command line. Every mistake is one line on stderr 
 import dataclasses
 import difflib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -133,6 +134,8 @@ class Experiment:
     """Where run folders are made."""
     resume: bool = False
     """Go on from the newest checkpoint of the run folder instead of refusing to touch it."""
+    init_from: str | None = None
+    """Start from the weights of the newest checkpoint of this run folder instead of fresh ones; for fine-tuning."""
     device: str = "auto"
     """cuda, mps, cpu, or a numbered one such as cuda:1; auto takes the first of these that is there."""
 
@@ -325,6 +328,30 @@ def _parse(
         print(to_yaml(experiment), end="")
         sys.exit(0)
     return experiment
+
+
+def gather_lists(arguments: Sequence[str], flags: set[str]) -> list[str]:
+    """Turn `--seeds 0 1 2` into `--seeds=[0,1,2]` for the given flags, as people write lists on a command line."""
+    gathered: list[str] = []
+    values: list[str] | None = None
+    for argument in [*arguments, "--"]:
+        if argument.startswith("--"):
+            if values is not None:
+                name = gathered.pop()
+                # One value that is a list already, such as [0,1], stays one.
+                listed = (
+                    values[0]
+                    if len(values) == 1 and values[0].startswith("[")
+                    else f"[{','.join(map(json.dumps, values))}]"
+                )
+                gathered.append(f"{name}={listed}")
+            values = [] if argument[2:] in flags else None
+            gathered.append(argument)
+        elif values is not None:
+            values.append(argument)
+        else:
+            gathered.append(argument)
+    return gathered[:-1]
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -155,27 +155,56 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def plot_lengths(lengths: dict[str, Any], title: str, path: Path) -> None:
-    """Draw loss against context, with the trained length and the loss of cropping to it marked."""
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and marks for print without colours.
+LOOKS = {"rope": ("#0072B2", "o"), "sinusoidal": ("#D55E00", "s"), "alibi": ("#009E73", "^"), "nope": ("#CC79A7", "v")}
+
+
+def new_figure(x_label: str, y_label: str, title: str) -> tuple[Any, Any, Callable[[str], dict[str, str]]]:
+    """A figure, its axes, and the look of each encoding's line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows, trained = lengths["by_context"], lengths["trained_context"]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    axes.plot([row["context"] for row in rows], [row["loss"] for row in rows], marker="o", color="#0072B2", label=title)
-    axes.axvline(trained, color="0.35", linestyle=":", label=f"trained length, {trained} tokens")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+
+    def style(position: str) -> dict[str, str]:
+        color, marker = LOOKS.get(position, ("#E69F00", "D"))
+        return {"color": color, "marker": marker, "markersize": 4}
+
+    return figure, axes, style
+
+
+def mark_trained_length(axes: Any, trained: int, ticks: list[int]) -> None:
+    """A logarithmic axis of tokens with the trained length drawn in."""
+    axes.axvline(trained, color="0.35", linestyle=":", label=f"trained length L0 = {trained}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+
+
+def save_figure(figure: Any, axes: Any, path: Path) -> None:
+    """Write PNG and SVG."""
+    from matplotlib import pyplot
+
+    axes.legend(fontsize=9)
+    figure.savefig(path, dpi=150)
+    figure.savefig(path.with_suffix(".svg"))
+    pyplot.close(figure)
+
+
+def plot_lengths(lengths: dict[str, Any], position: str, label: str, path: Path) -> None:
+    """Draw one run's loss by context, with the trained length and the loss of cropping to it marked."""
+    rows, trained = lengths["by_context"], lengths["trained_context"]
+    title = f"Loss by context, the same {lengths['targets']:,} held-out targets at every length"
+    figure, axes, style = new_figure("context (tokens)", "loss (nats per token)", title)
+    axes.plot([row["context"] for row in rows], [row["loss"] for row in rows], label=label, **style(position))
     crop = next((row["loss"] for row in rows if row["context"] == trained), None)
     if crop is not None:
-        axes.axhline(crop, color="#D55E00", linestyle="--", label="just crop to the trained length")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([row["context"] for row in rows], [str(row["context"]) for row in rows])
-    axes.minorticks_off()
-    axes.set_xlabel("context (tokens)")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(f"Loss by context, the same {lengths['targets']:,} held-out targets at every length", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        axes.axhline(crop, color="0.35", linestyle="--", lw=0.8, label="just crop to the trained length")
+    mark_trained_length(axes, trained, [row["context"] for row in rows])
+    save_figure(figure, axes, path)

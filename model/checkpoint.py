@@ -101,13 +101,17 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_model(
-    checkpoint: Path, device: str | torch.device = "cpu", scaling: ScalingConfig | None = None
+    checkpoint: Path,
+    device: str | torch.device = "cpu",
+    scaling: ScalingConfig | None = None,
+    window: int | None = None,
 ) -> Transformer:
     """Build the model a checkpoint describes and load its weights, strictly.
 
     Args:
         scaling: how to stretch its RoPE; its trained length is the checkpoint's unless it says another. None
             leaves the model as it was trained.
+        window: how many tokens attention may reach back; None leaves that as it was trained.
 
     Raises:
         ValueError: the file is damaged or does not hold exactly the weights of the described model, or the
@@ -119,6 +123,8 @@ def load_model(
         if scaling.trained_length is None:
             scaling = replace(scaling, trained_length=state["context"])
         config = replace(config, rope=replace(config.rope, scaling=scaling))
+    if window is not None:
+        config = replace(config, window=window)
     model = Transformer(config, state["vocab_size"])
     load_weights(model, checkpoint)
     return model.to(device)

@@ -87,6 +87,8 @@ class ModelConfig:
     """Key/value heads (grouped-query attention); null means n_heads."""
     ffn_dim: int = 384
     """Inner width of SwiGLU."""
+    window: int | None = None
+    """Attention reaches only so many tokens back, itself included; null is all."""
     tie_embeddings: bool = True
     """Use the embedding matrix as output head."""
     dropout: float = 0.0
@@ -119,6 +121,8 @@ class ModelConfig:
             raise ValueError(f"model.n_heads {self.n_heads} is not a multiple of model.n_kv_heads {self.kv_heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout is {self.dropout}: give a value in [0, 1)")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"model.window is {self.window}: give a number of tokens, or null for all")
         scaling = self.rope.scaling.kind
         if scaling != "none" and self.position != "rope":
             raise ValueError(

@@ -75,7 +75,7 @@ class Transformer(nn.Module):
                 cache.length += seq
                 return self.hidden_states(all_tokens, key_positions)[:, -seq:]
         encoding = self.encoding(self.config, positions, key_positions)
-        mask = attention_mask(encoding, seq, past, tokens.device)
+        mask = attention_mask(encoding, seq, past, self.config.window, tokens.device)
 
         x = self.embedding(tokens) * (self.config.embedding_rms / EMBEDDING_STD)
         x = self.dropout(encoding.embed(x))
@@ -106,12 +106,16 @@ class Transformer(nn.Module):
         return self.logits(self.hidden_states(tokens, positions, cache))
 
 
-def attention_mask(encoding: PositionEncoding, seq: int, past: int, device: torch.device) -> Tensor | None:
+def attention_mask(
+    encoding: PositionEncoding, seq: int, past: int, window: int | None, device: torch.device
+) -> Tensor | None:
     """What attention adds to its scores for `seq` tokens after `past` cached ones; None for plain causal."""
     bias = encoding.bias()
-    plain = seq == 1 or past == 0
+    plain = (seq == 1 or past == 0) and (window is None or past + seq <= window)
     if plain and bias is None:
         return None
-    # Lower-right alignment: the last query sees every key.
+    # Lower-right alignment: the last query sees every key, or the last `window` of them.
     visible = torch.ones(seq, past + seq, dtype=torch.bool, device=device).tril(past)[None, None]
+    if window is not None:
+        visible = visible.triu(past - window + 1)
     return visible if bias is None else bias.masked_fill(~visible, -math.inf)

@@ -47,7 +47,7 @@ def test_attention_of_equal_scores_falls_by_the_slope():
     encoding = model.encoding(model.config, positions, positions)
     from model.transformer import attention_mask
 
-    y = attention(x, encoding, attention_mask(encoding, 4, 0, x.device), None)
+    y = attention(x, encoding, attention_mask(encoding, 4, 0, None, x.device), None)
     weights = [math.exp(-(3 - j) * 2**-8) for j in range(4)]
     assert y[0, 3, :4].tolist() == pytest.approx([w / sum(weights) for w in weights], abs=1e-6)
 

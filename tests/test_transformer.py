@@ -100,6 +100,19 @@ def test_cached_logits_equal_uncached_in_any_chunking(position: str, kv_heads: i
 
 
 @pytest.mark.parametrize("position", POSITIONS)
+def test_window_hides_what_is_further_back(position: str):
+    model, x = build(position=position, window=4, n_layers=1).eval(), ids(1, 12)
+    changed = x.clone()
+    changed[0, 5] = (x[0, 5] + 1) % VOCAB
+    with torch.no_grad():
+        whole, cache = model(x), KVCache(model.config, 1, 12)
+        differs = (model(changed) != whole).any(-1)[0]
+        assert differs.tolist() == [5 <= t < 9 for t in range(12)]
+        parts = torch.cat([model(part, cache=cache) for part in x.split([3, 1, 1, 5, 2], dim=1)], dim=1)
+    assert (parts - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("position", POSITIONS)
 def test_positions_are_data(position: str):
     """A shift of all positions leaves relative encodings alone and changes an absolute one."""
     model, x = build(position=position).eval(), ids(1, 20)
