@@ -64,7 +64,8 @@ class Wandb:
             "entity": config.entity,
             "group": config.group,
             "name": run_name,
-            "id": run_id,
+            # The agent of a sweep has chosen an id already.
+            "id": os.environ.get("WANDB_RUN_ID", run_id),
             "resume": "allow",
             "tags": [*tags, *config.tags],
             "notes": config.notes,

@@ -60,7 +60,7 @@ def status(run: Path) -> str:
     return json.loads(path.read_text())["status"] if path.is_file() else "missing"
 
 
-def make_run(arguments: list[str]) -> Experiment:
+def make_run(arguments: list[str], variants: bool = True) -> Experiment:
     """Train a run, or what is left of it, and measure it; both only where it has not been done."""
     experiment = parse_experiment(arguments)
     run = experiment.run_dir
@@ -72,7 +72,7 @@ def make_run(arguments: list[str]) -> Experiment:
         call("train.py", *arguments, f"--resume={'false' if before == 'missing' else 'true'}")
     lengths = json.loads((run / "lengths.json").read_text())
     if lengths.get("checkpoint") != checkpoint.latest(run).name:
-        call("scripts/evaluate.py", str(run))
+        call("scripts/evaluate.py", str(run), f"--variants={json.dumps(variants)}")
     return experiment
 
 
@@ -100,7 +100,7 @@ def fine_tune(config: StudyConfig, base: Experiment, shared: list[str]) -> list[
             f"trained_length={trained}",
         ]
         name = f"--name={base.run_name}-fine-tuned-{kind}"
-        made = make_run([*flags, name, *(f"--model.rope.scaling.{setting}" for setting in stretch)])
+        made = make_run([*flags, name, *(f"--model.rope.scaling.{setting}" for setting in stretch)], False)
         runs.append(str(made.run_dir))
     return runs
 

@@ -63,7 +63,7 @@ def test_the_twins_differ_in_one_key():
     assert rope.run_name == "small-rope"
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(set(SHIPPED.glob("*.yaml")) - {SHIPPED / "sweep.yaml"}), ids=lambda p: p.name)
 def test_every_shipped_file_loads_and_builds(path: Path):
     import torch
 
