@@ -78,3 +78,27 @@ def test_a_context_blind_model_gives_a_flat_curve(model: Transformer):
         for c in (4, 8, 64)
     ]
     assert max(rows) - min(rows) < 1e-6
+
+
+def test_a_copier_gains_exactly_where_its_source_comes_into_the_window(model: Transformer):
+    """It predicts the token 24 places before the next one; a window of c tokens holds that token from c = 24 on."""
+    gap = 24
+    period = np.random.default_rng(1).permutation(50)[:gap].astype(np.uint16)
+    stream = Tokens([np.tile(period, 20)])
+
+    class Copier(Transformer):
+        def hidden_states(self, tokens, positions=None, cache=None):
+            seen = torch.zeros(*tokens.shape, 50)
+            if tokens.shape[1] >= gap:
+                seen[:, gap - 1 :] = torch.nn.functional.one_hot(tokens[:, : tokens.shape[1] - gap + 1], 50).float()
+            return 100 * seen
+
+        def logits(self, hidden):
+            return hidden
+
+    copier, ends = Copier(model.config, 50), batches.block_ends(np.array([0, 480]), 64, 1, 100)
+    for context in (8, 22, 23, 24, 25, 64):
+        row = measure(
+            copier, reader(stream), ends - context, context, 1, torch.ones(50, dtype=torch.long), 8192, nullcontext()
+        )
+        assert row["loss"] == pytest.approx(0.0 if context >= gap else math.log(50), abs=1e-5)
