@@ -1,6 +1,7 @@
 """evaluate.py, compare.py and study.py on real runs of seconds, as a user starts them."""
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -54,7 +55,7 @@ def test_lengths_json_says_all_that_is_needed_to_read_it(study):
         assert [row["context"] for row in rows] == contexts[3:]
     buckets = lengths["by_position"]["buckets"]
     assert buckets[0]["from"] == 0 and buckets[-1]["to"] == 512
-    assert all(a["to"] == b["from"] for a, b in zip(buckets, buckets[1:], strict=False))
+    assert all(a["to"] == b["from"] for a, b in itertools.pairwise(buckets))
     assert sum(b["targets"] for b in buckets) == lengths["by_position"]["windows"] * 512
     assert all(row["gain"] == row["first"] - row["second"] for row in lengths["copy_gain"]["rows"])
     other = json.loads((study[0] / "tiny-sinusoidal" / "lengths.json").read_text())
