@@ -27,11 +27,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.grouped = config.kv_heads != config.n_heads
-        self.query = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.head_dim, self.n_heads, self.kv_heads = config.head_dim, config.n_heads, config.kv_heads
+        # Rows of all query heads, then of all key heads, then of all value heads: one product instead of three.
+        self.qkv = nn.Linear(config.dim, (config.n_heads + 2 * config.kv_heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(
@@ -42,17 +40,17 @@ class Attention(nn.Module):
         remember: Remember | None,
     ) -> Float[Tensor, "batch seq dim"]:
         """`mask` None means: each token sees itself and all before it."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        q, k = encoding.rotate(q, k)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        qk, v = heads.split((self.n_heads + self.kv_heads, self.kv_heads), dim=1)
+        q, k = encoding.rotate(qk).split((self.n_heads, self.kv_heads), dim=1)
         if remember is not None:
             k, v = remember(k, v)
         # is_causal aligns queries and keys at the top left, so it is right only when none are cached;
         # a single token without a mask sees every key.
         causal = mask is None and q.shape[2] > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.kv_heads != self.n_heads
+        )
         return self.out(y.transpose(1, 2).flatten(-2))
 
 

@@ -78,7 +78,7 @@ def score(config: ModelConfig, query_position: int, distances: Tensor, head: int
         q.unflatten(-1, (-1, config.head_dim)).transpose(1, 2),
         k.unflatten(-1, (-1, config.head_dim)).transpose(1, 2),
     )
-    q, k = at_query.rotate(q, q)[0], at_keys.rotate(k, k)[1]
+    q, k = at_query.rotate(q), at_keys.rotate(k)
     scores = (q @ k.transpose(-1, -2) * config.n_heads)[0, head, 0]
     bias = at_query.bias()
     return scores if bias is None else scores + bias[0, head, 0]

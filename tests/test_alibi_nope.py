@@ -36,12 +36,12 @@ def test_scores_by_hand():
 
 
 def test_attention_of_equal_scores_falls_by_the_slope():
-    """With all queries and keys alike, softmax(-m (i - j)) is what must come out; the bias is not divided by sqrt(d)."""
+    """With all queries and keys zero, softmax(-m (i - j)) is what must come out; the bias is not divided by sqrt(d)."""
     model = Transformer(ModelConfig(position="alibi", dim=8, n_layers=1, n_heads=1, ffn_dim=8), 5).eval()
     attention = model.blocks[0].attention
     with torch.no_grad():
-        attention.query.weight.zero_()
-        attention.value.weight.copy_(torch.eye(8))
+        attention.qkv.weight.zero_()
+        attention.qkv.weight[16:].copy_(torch.eye(8))  # values; queries and keys are all alike
         attention.out.weight.copy_(torch.eye(8))
     positions, x = torch.arange(4)[None], torch.eye(8)[None, :4]
     encoding = model.encoding(model.config, positions, positions)

@@ -47,22 +47,20 @@ def test_logits_equal_transformers_llama(tied: bool, kv_heads: int):
     ).eval()
     # Their rotary pairs are (i, i + d/2), ours (2i, 2i + 1): rows of q and k move accordingly.
     to_halves = torch.cat((torch.arange(0, 8, 2), torch.arange(1, 8, 2)))
-    names = {
-        "query": "self_attn.q_proj",
-        "key": "self_attn.k_proj",
-        "value": "self_attn.v_proj",
-        "out": "self_attn.o_proj",
-    }
-    names |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+    names = {"out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
     names |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     weights = {}
     for name, tensor in ours.state_dict().items():
         parts = name.split(".")
         if parts[0] == "blocks":
-            role = parts[-2]
-            if role in ("query", "key"):
-                tensor = tensor.unflatten(0, (-1, 8))[:, to_halves].flatten(0, 1)
-            weights[f"model.layers.{parts[1]}.{names[role]}.weight"] = tensor
+            layer = f"model.layers.{parts[1]}"
+            if parts[-2] == "qkv":
+                heads = tensor.unflatten(0, (-1, 8)).split((4, kv_heads, kv_heads))
+                for part, rows in zip("qkv", heads, strict=True):
+                    rows = rows if part == "v" else rows[:, to_halves]
+                    weights[f"{layer}.self_attn.{part}_proj.weight"] = rows.flatten(0, 1)
+            else:
+                weights[f"{layer}.{names[parts[-2]]}.weight"] = tensor
         else:
             top = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[parts[0]]
             weights[f"{top}.weight"] = tensor

@@ -40,11 +40,9 @@ class PositionEncoding:
         """Absolute encodings: change the token embeddings, once, before the first block."""
         return x
 
-    def rotate(
-        self, q: Float[Tensor, "batch heads seq head_dim"], k: Float[Tensor, "batch kv_heads seq head_dim"]
-    ) -> tuple[Float[Tensor, "batch heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]:
-        """Rotary encodings: turn queries and keys, in every attention layer."""
-        return q, k
+    def rotate(self, x: Float[Tensor, "batch heads seq head_dim"]) -> Float[Tensor, "batch heads seq head_dim"]:
+        """Rotary encodings: turn the heads of queries and of keys, in every attention layer."""
+        return x
 
     def bias(self) -> Float[Tensor, "#batch heads seq keys"] | None:
         """Biases: what is added to the attention scores after division by sqrt(head_dim), or None."""

@@ -100,5 +100,5 @@ class Rotary(PositionEncoding):
         scaling = config.rope.scaling
         return scaling.kind == "dynamic" and length > trained_length(scaling)
 
-    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_pairs(q, self.cos, self.sin), rotate_pairs(k, self.cos, self.sin)
+    def rotate(self, x: Tensor) -> Tensor:
+        return rotate_pairs(x, self.cos, self.sin)
