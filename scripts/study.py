@@ -37,6 +37,10 @@ class StudyConfig:
     """Go on with each RoPE run for so many steps at a longer context, once for each way of stretching it; 0 does not."""
     fine_tune_ratio: int = 4
     """The longer context, as a multiple of the trained length."""
+    fine_tune_kinds: tuple[str, ...] = tuple(SCALING_KINDS)
+    """Ways of stretching RoPE to fine-tune with; none is plain RoPE."""
+    targets: int = 8192
+    """Targets of each run's loss by context."""
     wandb: bool = False
     """Log the comparison to wandb."""
 
@@ -60,7 +64,7 @@ def status(run: Path) -> str:
     return json.loads(path.read_text())["status"] if path.is_file() else "missing"
 
 
-def make_run(arguments: list[str], variants: bool = True) -> Experiment:
+def make_run(arguments: list[str], targets: int, variants: bool = True) -> Experiment:
     """Train a run, or what is left of it, and measure it; both only where it has not been done."""
     experiment = parse_experiment(arguments)
     run = experiment.run_dir
@@ -72,7 +76,7 @@ def make_run(arguments: list[str], variants: bool = True) -> Experiment:
         call("train.py", *arguments, f"--resume={'false' if before == 'missing' else 'true'}")
     lengths = json.loads((run / "lengths.json").read_text())
     if lengths.get("checkpoint") != checkpoint.latest(run).name:
-        call("scripts/evaluate.py", str(run), f"--variants={json.dumps(variants)}")
+        call("scripts/evaluate.py", str(run), f"--targets={targets}", f"--variants={json.dumps(variants)}")
     return experiment
 
 
@@ -93,14 +97,16 @@ def fine_tune(config: StudyConfig, base: Experiment, shared: list[str]) -> list[
         f"--eval.length_ratios={json.dumps([context / longer for context in base.contexts])}",
     ]
     runs = []
-    for kind in SCALING_KINDS:
+    for kind in config.fine_tune_kinds:
         stretch = [
             f"kind={kind}",
             f"factor={1 if kind == 'none' else config.fine_tune_ratio}",
             f"trained_length={trained}",
         ]
         name = f"--name={base.run_name}-fine-tuned-{kind}"
-        made = make_run([*flags, name, *(f"--model.rope.scaling.{setting}" for setting in stretch)], False)
+        made = make_run(
+            [*flags, name, *(f"--model.rope.scaling.{setting}" for setting in stretch)], config.targets, False
+        )
         runs.append(str(made.run_dir))
     return runs
 
@@ -109,7 +115,7 @@ def study(config: StudyConfig, passed_on: list[str]) -> None:
     """Everything there is to do, in order; done parts are skipped."""
     shared = [f"--config={config.config}", *passed_on]
     runs = [
-        make_run([*shared, f"--model.position={position}", f"--seed={seed}"])
+        make_run([*shared, f"--model.position={position}", f"--seed={seed}"], config.targets)
         for seed in config.seeds
         for position in config.positions
     ]
@@ -132,7 +138,9 @@ def study(config: StudyConfig, passed_on: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Exit code 0 done, 2 wrong settings, else that of the part that failed."""
-    arguments = gather_lists(sys.argv[1:] if arguments is None else arguments, {"positions", "seeds"})
+    arguments = gather_lists(
+        sys.argv[1:] if arguments is None else arguments, {"positions", "seeds", "fine_tune_kinds"}
+    )
     own = {f"--{name}" for name in StudyConfig.__dataclass_fields__} | {"--help", "--debug"}
     mine, passed_on = [], []
     taken = mine
