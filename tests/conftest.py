@@ -16,6 +16,8 @@ settings.load_profile("ropewalk")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+# Two test processes share two cores, and these models are too small to share among threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may reach a network, and none may find the developer's account.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
 os.environ.pop("WANDB_API_KEY", None)

@@ -155,16 +155,7 @@ def test_wandb_has_the_length_points_of_both_and_the_tables_of_the_comparison(st
         assert [p["length/context"] for p in points if "length/loss" in p] == [8, 32, 64, 256]
     found = records(study[0] / "tiny-study")
     items = [r["history"]["item"] for r in found if r["type"] == "history"]
-    assert [p["length/context"] for p in items if {"length/rope", "length/sinusoidal"} <= p.keys()] == [
-        8,
-        16,
-        32,
-        48,
-        64,
-        128,
-        256,
-        512,
-    ]
+    assert [p["length/context"] for p in items if {"length/rope", "length/sinusoidal"} <= p.keys()] == [8, 32, 64, 256]
     keys = {key for item in items for key in item}
     assert any("comparison/Loss by context" in key for key in keys) and any(
         "comparison/Copy gain" in key for key in keys

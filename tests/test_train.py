@@ -243,7 +243,7 @@ def test_golden_curve_of_20_steps(small_run: list[str]):
 def test_run_folder_is_complete_and_moves(small_run: list[str], tmp_path: Path):
     run = go(small_run, "--eval.every=10", "--train.save_every=10")
     assert {p.name for p in run.iterdir()} == {
-        "checkpoints", "config.yaml", "lengths.json", "lengths.png", "metrics.jsonl", "run.json", "samples.txt", "tokenizer.json",
+        "checkpoints", "config.yaml", "lengths.json", "lengths.png", "lengths.svg", "metrics.jsonl", "run.json", "samples.txt", "tokenizer.json",
     }  # fmt: skip
     facts = json.loads((run / "run.json").read_text())
     assert facts["status"] == "finished" and facts["torch"] == torch.__version__ and len(facts["wandb_id"]) == 12
