@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -62,7 +62,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     # Losses since the last line of metrics, so that a resumed run logs the same means.
-    pending: list[float] | None = None
+    pending: list[float] = field(default_factory=list)
     val_loss: float | None = None
 
 
@@ -256,9 +256,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 def resume(
     run: Path, model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device, data: PreparedData
 ) -> Progress:
-    """Load the newest checkpoint of a run in place; a run that died before its first one starts over."""
-    if not checkpoint.checkpoints(run):
-        return Progress(pending=[])
+    """Load the newest checkpoint of a run in place."""
     path = checkpoint.latest(run)
     state = checkpoint.read_state(path)
     if state["data_fingerprint"] != data.manifest["fingerprint"]:
@@ -310,12 +308,14 @@ def run(config: Experiment, stop: StopRequest) -> None:
     torch.manual_seed(config.seed)
     model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
     torch.manual_seed(config.seed)  # what dropout draws must not depend on how the weights were made
-    if config.init_from:
+    # A run that died before its first checkpoint is started over.
+    resumable = config.resume and checkpoint.checkpoints(run_dir)
+    if config.init_from and not resumable:
         start_from(Path(config.init_from), model, data)
     optimizer = make_optimizer(model, config.train)
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    progress = resume(run_dir, model, optimizer, device, data) if config.resume else Progress(pending=[])
+    progress = resume(run_dir, model, optimizer, device, data) if resumable else Progress()
     write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
     write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
     facts = write_run_json(run_dir, status="running", **describe_machine(name_device(device)))
@@ -493,8 +493,9 @@ def print_end(config: Experiment, progress: Progress, lengths: dict) -> None:
         f"after {progress.step} steps, {progress.tokens:,} tokens. All of it is in {run_dir}\n"
         f"next:\n"
         f'  python scripts/generate.py {run_dir} --prompt "My fellow citizens"\n'
-        f"  python train.py --config {run_dir}/config.yaml --model.position {other}\n"
-        f"  wandb leet {run_dir}/wandb"
+        f"  python scripts/evaluate.py {run_dir}\n"
+        f"  python train.py --config {run_dir}/config.yaml --model.position {other}"
+        + (f"\n  wandb leet {run_dir}/wandb" if (run_dir / "wandb").is_dir() else "")
     )
 
 

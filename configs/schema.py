@@ -105,7 +105,7 @@ class EvalConfig:
     """Consecutive targets that end each window of the length curve, the same for every context."""
     length_targets: int = 4096
     """Targets of the length curve, in all."""
-    sample_prompt: str = "The "
+    sample_prompt: str = "The"
     """Text that samples during training go on from."""
     sample_tokens: int = 64
     """New tokens of each sample; 0 makes none."""
