@@ -11,7 +11,6 @@ import platform
 import signal
 import sys
 import time
-import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from configs.run_folder import Metrics, describe_machine, refuse_other_run, write_atomically, write_run_json
-from configs.schema import Experiment, SettingsError, TrainConfig, fail, parse_experiment, to_yaml
+from configs.schema import Experiment, SettingsError, TrainConfig, parse_experiment, run_guarded, to_yaml
 from configs.tracking import Wandb, plot_lengths
 from data import batches
 from data.prepare import PreparedData, Tokens, prepare
@@ -503,14 +502,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run from the command line: exit code 0 done, 2 wrong settings or data, 1 other failure, 130/143 stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
     config = parse_experiment(arguments)
-    try:
-        run(config, StopRequest())
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        expected = isinstance(error, ValueError | FileNotFoundError)
-        kind = "" if expected or isinstance(error, NonFiniteError) else f"{type(error).__name__}: "
-        fail("train.py", " ".join(f"{kind}{error}".split()), 2 if expected else 1)
+    run_guarded("train.py", lambda: run(config, StopRequest()), "--debug" in arguments)
 
 
 if __name__ == "__main__":

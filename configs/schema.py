@@ -9,7 +9,8 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -392,6 +393,24 @@ def _nearest(key: str, known: set[str], dashes: str = "") -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def run_guarded(prog: str, action: Callable[[], None], debug: bool) -> None:
+    """Run a program: what fails is one line on stderr, and exit code 2 for wrong settings or data, 1 for the rest.
+
+    With `debug` the traceback comes first.
+    """
+    try:
+        action()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        expected = isinstance(error, ValueError | FileNotFoundError)
+        fail(
+            prog, _one_line(error) if expected else f"{type(error).__name__}: {_one_line(error)}", 2 if expected else 1
+        )
 
 
 def fail(prog: str, message: str, code: int = 2) -> NoReturn:

@@ -8,7 +8,6 @@ process, taking turns, so that a busy machine slows all of them. The figures to 
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.schema import Experiment, fail, parse, parse_experiment
+from configs.schema import Experiment, parse, parse_experiment, run_guarded
 from model.positions import ENCODINGS
 from model.scoring import token_losses
 from model.transformer import Transformer
@@ -131,17 +130,10 @@ def benchmark(config: BenchmarkConfig) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 0 done, 2 wrong settings, 1 other failure."""
+    """Run from the command line: exit code 0 done, 2 wrong settings, 1 other failure."""
     arguments = sys.argv[1:] if arguments is None else arguments
     config = parse(BenchmarkConfig, arguments, prog="benchmark.py", description="Time a training step.")
-    try:
-        print(benchmark(config))
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        fail(
-            "benchmark.py", " ".join(str(error).split()), 2 if isinstance(error, ValueError | FileNotFoundError) else 1
-        )
+    run_guarded("benchmark.py", lambda: print(benchmark(config)), "--debug" in arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import html
 import json
 import math
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.run_folder import flatten
-from configs.schema import Experiment, fail, gather_lists, parse, parse_experiment
+from configs.schema import Experiment, gather_lists, parse, parse_experiment, run_guarded
 from configs.tracking import Wandb, mark_trained_length, new_figure, save_figure
 from model import checkpoint
 
@@ -435,27 +434,27 @@ th:first-child, td:first-child {{ text-align: left; }} img {{ max-width: 100%; h
 """
 
 
+def compare(config: CompareConfig) -> None:
+    """Load the runs, write the report, and print its tables."""
+    if not config.runs:
+        raise ValueError("no runs given: python scripts/compare.py runs/small-*")
+    runs, fine_tuned = ([load_run(name) for name in names] for names in (config.runs, config.fine_tuned))
+    comparison, out = Comparison(runs, config.reference, fine_tuned), Path(config.out)
+    tables, plots = comparison.write(out)
+    if config.wandb:
+        comparison.log(out, tables, plots)
+    print("\n".join(table.markdown() for table in tables))
+    print(f"wrote {out}/report.md, report.html, lengths.csv and {len(plots)} plots")
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 0 done, 2 runs that cannot be compared, 1 other failure."""
+    """Run from the command line: exit code 0 done, 2 runs that cannot be compared, 1 other failure."""
     arguments = sys.argv[1:] if arguments is None else arguments
     # Run folders come first, as many as there are.
     arguments = arguments if not arguments or arguments[0].startswith("--") else ["--runs", *arguments]
     arguments = gather_lists(arguments, {"runs", "fine_tuned"})
     config = parse(CompareConfig, arguments, prog="compare.py", description="Compare runs.")
-    try:
-        if not config.runs:
-            raise ValueError("no runs given: python scripts/compare.py runs/small-*")
-        runs, fine_tuned = ([load_run(name) for name in names] for names in (config.runs, config.fine_tuned))
-        comparison = Comparison(runs, config.reference, fine_tuned)
-        tables, plots = comparison.write(Path(config.out))
-        if config.wandb:
-            comparison.log(Path(config.out), tables, plots)
-        print("\n".join(table.markdown() for table in tables))
-        print(f"wrote {config.out}/report.md, report.html, lengths.csv and {len(plots)} plots")
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        fail("compare.py", " ".join(str(error).split()), 2 if isinstance(error, ValueError | FileNotFoundError) else 1)
+    run_guarded("compare.py", lambda: compare(config), "--debug" in arguments)
 
 
 if __name__ == "__main__":

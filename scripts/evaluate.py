@@ -8,7 +8,6 @@ loss by position; and how much an earlier copy of a passage helps, by its distan
 import itertools
 import json
 import sys
-import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.run_folder import write_atomically
-from configs.schema import Experiment, fail, parse, parse_experiment
+from configs.schema import Experiment, parse, parse_experiment, run_guarded
 from configs.tracking import plot_lengths
 from data import batches
 from data.prepare import PreparedData, prepare
@@ -193,18 +192,11 @@ def tables(lengths: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 0 done, 2 wrong settings or runs, 1 other failure."""
+    """Run from the command line: exit code 0 done, 2 wrong settings or runs, 1 other failure."""
     arguments = sys.argv[1:] if arguments is None else arguments
     description = "Measure a run past its trained length."
     config = parse(EvaluateConfig, arguments, prog="evaluate.py", description=description, positional=["run"])
-    try:
-        print(tables(evaluate(config)))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        fail("evaluate.py", " ".join(str(error).split()), 2 if isinstance(error, ValueError | FileNotFoundError) else 1)
+    run_guarded("evaluate.py", lambda: print(tables(evaluate(config))), "--debug" in arguments)
 
 
 if __name__ == "__main__":

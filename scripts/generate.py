@@ -1,7 +1,6 @@
 """Go on from a prompt: `python scripts/generate.py runs/small-rope --prompt "My fellow citizens"`."""
 
 import sys
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 # So that `python scripts/generate.py` works like `python -m scripts.generate`, from any folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.schema import fail, parse
+from configs.schema import parse, run_guarded
 from data.tokenizer import TextStream, end_of_text_id, fingerprint, load_tokenizer
 from model import checkpoint
 from model.config import ScalingConfig
@@ -103,23 +102,11 @@ def write(config: GenerateConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 0 done, 2 wrong settings or files, 1 other failure."""
+    """Run from the command line: exit code 0 done, 2 wrong settings or files, 1 other failure."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    config = parse(
-        GenerateConfig,
-        arguments,
-        prog="generate.py",
-        description="Write text with a trained model.",
-        positional=["run"],
-    )
-    try:
-        write(config)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        fail("generate.py", " ".join(str(error).split()), 2 if isinstance(error, ValueError | FileNotFoundError) else 1)
+    description = "Write text with a trained model."
+    config = parse(GenerateConfig, arguments, prog="generate.py", description=description, positional=["run"])
+    run_guarded("generate.py", lambda: write(config), "--debug" in arguments)
 
 
 if __name__ == "__main__":

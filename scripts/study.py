@@ -8,13 +8,12 @@ given again after any accident. Every other flag is passed on to train.py.
 import json
 import subprocess
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.schema import Experiment, fail, gather_lists, parse, parse_experiment
+from configs.schema import Experiment, gather_lists, parse, parse_experiment, run_guarded
 from model import checkpoint
 from model.config import SCALING_KINDS
 
@@ -137,7 +136,7 @@ def study(config: StudyConfig, passed_on: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 0 done, 2 wrong settings, else that of the part that failed."""
+    """Run from the command line: exit code 0 done, 2 wrong settings, else that of the part that failed."""
     arguments = gather_lists(
         sys.argv[1:] if arguments is None else arguments, {"positions", "seeds", "fine_tune_kinds"}
     )
@@ -151,12 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = parse(
         StudyConfig, mine, prog="study.py", description="Train, measure and compare; other flags go to train.py."
     )
-    try:
-        study(config, passed_on)
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        fail("study.py", " ".join(str(error).split()), 2 if isinstance(error, ValueError | FileNotFoundError) else 1)
+    run_guarded("study.py", lambda: study(config, passed_on), "--debug" in arguments)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ SHORT = {
     "train.py": SHORT_RUN,
     "scripts/generate.py": "--max_new_tokens=5",
     "scripts/benchmark.py": "--rounds=1 --steps=1",
+    "scripts/evaluate.py": "--targets=64 --copies=2 --variants=false",
+    "scripts/study.py": f"{SHORT_RUN} --targets=64",
 }
 # Set-up of a virtual environment and the tests themselves: .ci/run does these.
 NOT_HERE = ("python3 -m venv", "source ", "pip install", "make ", "git clone", "cd ")
