@@ -7,11 +7,10 @@ optimizer, resume, then step after step with validation and checkpoints, and the
 import json
 import math
 import os
-import platform
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configs.run_folder import Metrics, describe_machine, refuse_other_run, write_atomically, write_run_json
-from configs.schema import Experiment, SettingsError, TrainConfig, parse_experiment, run_guarded, to_yaml
+from configs.run_folder import Metrics, describe_machine, refuse_other_run, take, write_atomically, write_run_json
+from configs.schema import Experiment, SettingsError, TrainConfig, interactive, parse_experiment, run_guarded, to_yaml
 from configs.tracking import Wandb, plot_lengths
 from data import batches
 from data.prepare import PreparedData, Tokens, prepare
 from data.tokenizer import TextStream, byte_lengths, end_of_text_id
 from model import checkpoint
+from model.device import (
+    choose_autocast,
+    choose_device,
+    keep_freed_memory,
+    name_device,
+    random_state,
+    set_random_state,
+)
 from model.generation import generate
 from model.scoring import Read, measure, token_losses
 from model.transformer import Transformer
@@ -155,7 +162,7 @@ def measure_lengths(
     rows, ends = [], np.empty(0, np.int64)
     if contexts:
         ends = block_ends(data, config, contexts)
-    for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not sys.stderr.isatty()):
+    for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not interactive()):
         row = measure(model, read, ends - context, context, block, token_bytes, config.eval.batch_tokens, autocast)
         rows.append({"context": context, **row})
     return {
@@ -209,49 +216,6 @@ def sample(model: Transformer, data: PreparedData, config: Experiment) -> str:
     return config.eval.sample_prompt + "".join(stream.feed(int(chosen)) for chosen in made) + stream.finish()
 
 
-def choose_device(name: str) -> torch.device:
-    """The device asked for; auto takes cuda, then mps, then cpu. SettingsError if it is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(
-            f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices: use auto or cpu"
-        )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise SettingsError("device is mps, but torch sees none here: use auto or cpu")
-    return device
-
-
-def name_device(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return f"{device} ({name}, {torch.get_num_threads()} threads)"
-
-
-def choose_autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Autocast to bf16, or nothing. SettingsError for bf16 on a CPU, where it can be 200 times slower than fp32."""
-    if precision == "bf16" and device.type == "cpu":
-        raise SettingsError("train.precision is bf16, which is far slower than fp32 on a CPU: use auto or fp32")
-    # Compute capability 8.0 is the first with bf16 matrix units.
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    use = precision == "bf16" or (precision == "auto" and fast)
-    return torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the generators that dropout draws from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def resume(
     run: Path, model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device, data: PreparedData
 ) -> Progress:
@@ -284,6 +248,7 @@ def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
 
 def run(config: Experiment, stop: StopRequest) -> None:
     """Train, save, validate, measure: one whole run."""
+    keep_freed_memory()
     device = choose_device(config.device)
     autocast = choose_autocast(config.train.precision, device)
     refuse_other_run(config)
@@ -313,7 +278,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
         start_from(Path(config.init_from), model, data)
     optimizer = make_optimizer(model, config.train)
 
-    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = take(config)
     progress = resume(run_dir, model, optimizer, device, data) if resumable else Progress()
     write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
     write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
@@ -366,11 +331,9 @@ def run(config: Experiment, stop: StopRequest) -> None:
     compiled = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
     forward = torch.compile(model) if compiled else model
     micro_batch_size = config.train.micro_batch_size or config.train.batch_size
-    interactive = sys.stderr.isatty()
-    bar = tqdm(
-        total=config.train.steps, initial=progress.step, unit="step", disable=not interactive, dynamic_ncols=True
-    )
-    say = partial(tqdm.write, file=sys.stdout) if interactive else partial(print, flush=True)
+    bars = interactive()
+    bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not bars, dynamic_ncols=True)
+    say = partial(tqdm.write, file=sys.stdout) if bars else partial(print, flush=True)
     clock, clock_tokens = time.perf_counter(), progress.tokens
     model.train()
     stop.graceful = True
@@ -413,7 +376,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
                 }
             )
             bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
-            if not interactive:
+            if not bars:
                 left = (config.train.steps - progress.step) * config.train.batch_size * context / speed
                 say(
                     f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left"
@@ -440,6 +403,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
         report_lengths(tracker, lengths, run_dir / "lengths.png")
     tracker.finish()
     write_run_json(run_dir, status="finished")
+    lock.close()
     print_end(config, progress, lengths)
 
 

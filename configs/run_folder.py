@@ -6,7 +6,7 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -15,6 +15,7 @@ from configs.schema import Experiment, SettingsError, to_yaml
 # What a resumed run may not change: it would no longer be the same run.
 FIXED_ON_RESUME = ("model", "data", "seed", "train.batch_size")
 FREE_ON_RESUME = ("data.cache_dir",)
+LOCK = ".lock"
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -29,7 +30,7 @@ def refuse_other_run(config: Experiment) -> None:
     """SettingsError unless the run folder is new, or is to be resumed and holds the run of these settings."""
     run = config.run_dir
     if not config.resume:
-        if run.is_dir() and any(run.iterdir()):
+        if run.is_dir() and any(path.name != LOCK for path in run.iterdir()):
             raise SettingsError(
                 f"{run} holds a run already: go on with --resume true, or choose another --name or --seed"
             )
@@ -45,6 +46,26 @@ def refuse_other_run(config: Experiment) -> None:
     ]
     if changed:
         raise SettingsError(f"{run} cannot be resumed with other settings: {'; '.join(changed)}")
+
+
+def take(config: Experiment) -> IO:
+    """Make the run folder and hold it until the returned file is closed or this process ends, however it ends.
+
+    SettingsError if another process trains in it, or if another run has appeared there.
+    """
+    run = config.run_dir
+    run.mkdir(parents=True, exist_ok=True)
+    file = (run / LOCK).open("a")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass  # Windows has no flock
+    except BlockingIOError:
+        raise SettingsError(f"{run} is being trained by another process: wait for it, or stop it first") from None
+    refuse_other_run(config)
+    return file
 
 
 def write_atomically(path: Path, text: str) -> None:

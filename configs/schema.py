@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import os
 import re
 import sys
 import traceback
@@ -393,6 +394,11 @@ def _nearest(key: str, known: set[str], dashes: str = "") -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def interactive() -> bool:
+    """Progress bars make sense: stderr is a terminal that can draw a line anew."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def run_guarded(prog: str, action: Callable[[], None], debug: bool) -> None:

@@ -11,7 +11,7 @@ import html
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -235,23 +235,27 @@ class Comparison:
                 made.append(self.variant_table(position, group))
         if self.fine_tuned:
             made.append(self.fine_tuned_table())
-        gaps = [row["gap"] for row in lengths["copy_gain"]["rows"]]
-        made.append(
-            Table(
-                "Copy gain",
-                f"How many nats/token a passage of {lengths['copy_gain']['passage']} tokens costs less the second time, by the distance in tokens "
-                f"({lengths['copy_gain']['passages']} passages; part of the gain is having any context at all).",
-                ["gap", *self.groups],
-                [
-                    [
-                        str(gap),
-                        *(spread([r.lengths["copy_gain"]["rows"][i]["gain"] for r in g]) for g in self.groups.values()),
-                    ]
-                    for i, gap in enumerate(gaps)
-                ],
-            )
-        )
+        made.append(self.copy_table())
         return made
+
+    def copy_table(self) -> Table:
+        copies = self.runs[0].lengths["copy_gain"]
+        kinds = {"in place": "gain_in_place", "first minus second": "gain"}
+        found = lambda run, i, key: run.lengths["copy_gain"]["rows"][i][key]  # noqa: E731
+        return Table(
+            "Copy gain",
+            f"How many nats/token a passage of {copies['passage']} tokens costs less because it stood earlier, by the distance in "
+            f"tokens ({copies['passages']} passages). In place: against the same tokens at the same place after another passage. "
+            "First minus second: against the passage's first time, which mixes in what the far position does.",
+            ["gap", *(f"{p}, {kind}" for p in self.groups for kind in kinds)],
+            [
+                [
+                    str(row["gap"]),
+                    *(spread([found(r, i, k) for r in g]) for g in self.groups.values() for k in kinds.values()),
+                ]
+                for i, row in enumerate(copies["rows"])
+            ],
+        )
 
     def variant_table(self, position: str, group: list[Run]) -> Table:
         names = list(group[0].lengths["variants"])
@@ -289,6 +293,25 @@ class Comparison:
             [[str(c), *(spread([run.at(c) for run in group]) for group in kinds.values())] for c in self.contexts],
         )
 
+    def draw(
+        self,
+        x_label: str,
+        title: str,
+        places: list[float],
+        values: Callable[[Run], list[float]],
+        ticks: list[int],
+        y_label: str = "loss (nats per token)",
+    ) -> tuple[Any, Any, Callable[[str], dict[str, str]]]:
+        """A figure over tokens with a line for each encoding: the mean over seeds, in a band that is their range."""
+        figure, axes, style = new_figure(x_label, y_label, f"{title}; mean and range over seeds")
+        for name, group in self.groups.items():
+            at_place = list(zip(*map(values, group), strict=True))
+            axes.plot(places, [mean(found) for found in at_place], label=name, **style(name))
+            low, high = ([pick(found) for found in at_place] for pick in (min, max))
+            axes.fill_between(places, low, high, color=style(name)["color"], alpha=0.2, lw=0)
+        mark_trained_length(axes, self.trained, ticks)
+        return figure, axes, style
+
     def plots(self, folder: Path) -> dict[str, Path]:
         """Write every plot as PNG and SVG; returns titles and PNG files."""
         made = {
@@ -298,74 +321,53 @@ class Comparison:
             "Copy gain": folder / "copy-gain.png",
         }
         train, context, position, copy = made.values()
+        first = self.runs[0].lengths
 
         figure, axes, style = new_figure(
-            "tokens of training", "loss (nats per token)", "Training (thin, smoothed) and validation loss (dots)"
+            "tokens of training", "loss (nats per token)", "Training (thin, smoothed) and validation loss (marks)"
         )
         for name, group in self.groups.items():
             for run in group:
                 every = max(1, len(run.train) // 60)
                 chunks = [run.train[i : i + every] for i in range(0, len(run.train), every)]
-                axes.plot(
-                    [c[-1][0] for c in chunks],
-                    [mean(v for _, v in c) for c in chunks],
-                    lw=0.7,
-                    alpha=0.7,
-                    color=style(name)["color"],
-                )
-                axes.plot(
-                    [t for t, *_ in run.val],
-                    [v for _, v, _ in run.val],
-                    lw=1.2,
-                    label=name if run is group[0] else None,
-                    **style(name),
-                )
+                smooth = [(chunk[-1][0], mean(loss for _, loss in chunk)) for chunk in chunks]
+                axes.plot(*zip(*smooth, strict=True), lw=0.7, alpha=0.7, color=style(name)["color"])
+                tokens, losses, _ = zip(*run.val, strict=True)
+                axes.plot(tokens, losses, lw=1.2, label=name if run is group[0] else None, **style(name))
         axes.set_ylim(top=mean(run.val[0][1] for run in self.runs) + 1.5)
         save_figure(figure, axes, train)
 
-        figure, axes, style = new_figure(
-            "context (tokens)", "loss (nats per token)", "Loss by context on the same targets; band: range over seeds"
+        figure, axes, style = self.draw(
+            "context (tokens)",
+            "Loss by context on the same targets",
+            self.contexts,
+            lambda run: [run.at(c) for c in self.contexts],
+            self.contexts,
         )
         for name, group in self.groups.items():
-            losses = [[run.at(c) for run in group] for c in self.contexts]
-            axes.plot(self.contexts, [mean(v) for v in losses], label=name, **style(name))
-            axes.fill_between(
-                self.contexts, [min(v) for v in losses], [max(v) for v in losses], color=style(name)["color"], alpha=0.2
-            )
             axes.axhline(mean(r.at(self.trained) for r in group), color=style(name)["color"], linestyle="--", lw=0.8)
         axes.plot([], [], color="0.35", linestyle="--", lw=0.8, label="just crop")
-        mark_trained_length(axes, self.trained, self.contexts)
         save_figure(figure, axes, context)
 
-        figure, axes, style = new_figure(
+        figure, axes, _ = self.draw(
             "position in the window (tokens)",
-            "loss (nats per token)",
-            "Loss by position in long windows, mean over seeds",
+            "Loss by position in long windows",
+            [(bucket["from"] + bucket["to"]) / 2 for bucket in first["by_position"]["buckets"]],
+            lambda run: [bucket["loss"] for bucket in run.lengths["by_position"]["buckets"]],
+            [c for c in self.contexts if c in (self.trained, *self.contexts[::2])],
         )
-        for name, group in self.groups.items():
-            buckets = [run.lengths["by_position"]["buckets"] for run in group]
-            places = [(b["from"] + b["to"]) / 2 for b in buckets[0]]
-            axes.plot(
-                places, [mean(b[i]["loss"] for b in buckets) for i in range(len(places))], label=name, **style(name)
-            )
-        mark_trained_length(axes, self.trained, [c for c in self.contexts if c in (self.trained, *self.contexts[::2])])
         save_figure(figure, axes, position)
 
-        figure, axes, style = new_figure(
+        gaps = [row["gap"] for row in first["copy_gain"]["rows"]]
+        figure, axes, _ = self.draw(
             "gap between a passage and its copy (tokens)",
+            "How much an earlier copy helps, in place",
+            gaps,
+            lambda run: [row["gain_in_place"] for row in run.lengths["copy_gain"]["rows"]],
+            gaps,
             "gain (nats per token)",
-            "How much a copy helps, mean over seeds",
         )
-        for name, group in self.groups.items():
-            rows = [run.lengths["copy_gain"]["rows"] for run in group]
-            axes.plot(
-                [r["gap"] for r in rows[0]],
-                [mean(r[i]["gain"] for r in rows) for i in range(len(rows[0]))],
-                label=name,
-                **style(name),
-            )
         axes.axhline(0, color="0.35", lw=0.8)
-        mark_trained_length(axes, self.trained, [r["gap"] for r in rows[0]])
         save_figure(figure, axes, copy)
         return made
 

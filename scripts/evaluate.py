@@ -19,13 +19,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.run_folder import write_atomically
-from configs.schema import Experiment, parse, parse_experiment, run_guarded
+from configs.schema import Experiment, interactive, parse, parse_experiment, run_guarded
 from configs.tracking import plot_lengths
 from data import batches
 from data.prepare import PreparedData, prepare
 from data.tokenizer import byte_lengths
 from model import checkpoint
 from model.config import SCALING_KINDS, ScalingConfig
+from model.device import choose_device, keep_freed_memory
 from model.scoring import measure, score, score_windows
 from model.transformer import Transformer
 from train import block_ends, length_table, measure_lengths, reader
@@ -49,8 +50,8 @@ class EvaluateConfig:
     """Tokens in one forward pass; the results do not depend on it."""
     variants: bool = True
     """Measure also every way of stretching RoPE, and attention limited to the trained length."""
-    device: str = "cpu"
-    """Where to compute: cpu, mps or cuda."""
+    device: str = "auto"
+    """Where to compute: cpu, mps, cuda or cuda:N; auto takes the fastest that is there."""
 
     def __post_init__(self) -> None:
         if min(self.targets, self.copies, self.batch_tokens) < 1:
@@ -72,14 +73,14 @@ def by_variant(
     read, trained = reader(data.tokens("val")), experiment.data.context
     token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
     ends = block_ends(data, experiment, contexts)
-    block = experiment.eval.length_block
+    block, device = experiment.eval.length_block, choose_device(config.device)
     found: dict[str, list[dict]] = {}
     jobs = [
         (name, context) for name in variants(experiment.model.position) for context in contexts if context > trained
     ]
-    for name, context in tqdm(jobs, desc="variants", unit="curve point", disable=not sys.stderr.isatty()):
+    for name, context in tqdm(jobs, desc="variants", unit="curve point", disable=not interactive()):
         scaling = None if name == "window" else ScalingConfig(kind=name, factor=context / trained)
-        model = checkpoint.load_model(path, config.device, scaling, trained if name == "window" else None)
+        model = checkpoint.load_model(path, device, scaling, trained if name == "window" else None)
         row = measure(model, read, ends - context, context, block, token_bytes, config.batch_tokens, nullcontext())
         found.setdefault(name, []).append(
             {"context": context, "loss": row["loss"], "bits_per_byte": row["bits_per_byte"]}
@@ -110,31 +111,35 @@ def by_position(
 def copy_gain(
     model: Transformer, config: EvaluateConfig, experiment: Experiment, data: PreparedData, longest: int
 ) -> dict:
-    """How many nats per token a passage costs less when it stands a second time, by the gap to the first.
+    """How many nats per token a passage costs less because it stood earlier, by the gap to that first time.
 
     Each sequence is a passage, other held-out text, and the passage again; the gap counts tokens from a token
-    to its copy. The first token of a passage is not scored, since nothing tells which passage comes.
+    to its copy. The first token of a passage is not scored, since nothing tells which passage comes. `gain` is
+    the loss at the first time minus that at the second, which mixes the copy with what a far position alone does to
+    the model; `gain_in_place` compares with the same tokens at the same place after a first passage that is another.
     """
-    read, trained = reader(data.tokens("val")), experiment.data.context
+    read, trained, device = reader(data.tokens("val")), experiment.data.context, model.embedding.weight.device
     length = max(2, trained // 8)
     ends = batches.block_ends(data.document_starts("val"), longest, length, config.copies * length)
     passages = read(ends - length, length)[0]
     # Filler comes from another place: that of the passage half the list away.
     fillers = read(np.roll(ends, len(ends) // 2) - longest, longest)[0]
+
+    def ends_of(sequences: torch.Tensor) -> tuple[float, float]:
+        """Mean loss of the first and of the last passage of each sequence."""
+        size = max(1, config.batch_tokens // sequences.shape[1])
+        parts = [part.to(device) for part in sequences.split(size)]
+        losses = torch.cat([score(model, part[:, :-1], part[:, 1:]).cpu() for part in parts]).double()
+        return losses[:, : length - 1].mean().item(), losses[:, -(length - 1) :].mean().item()
+
     rows = []
     for gap in sorted(
         {round(ratio * trained) for ratio in GAPS if length < round(ratio * trained) <= longest - length}
     ):
-        sequences = torch.cat((passages, fillers[:, : gap - length], passages), dim=1)
-        size = max(1, config.batch_tokens // sequences.shape[1])
-        losses = torch.cat(
-            [
-                score(model, part[:, :-1].to(config.device), part[:, 1:].to(config.device)).cpu()
-                for part in sequences.split(size)
-            ]
-        ).double()
-        first, second = losses[:, : length - 1].mean().item(), losses[:, -(length - 1) :].mean().item()
-        rows.append({"gap": gap, "first": first, "second": second, "gain": first - second})
+        first, second = ends_of(torch.cat((passages, fillers[:, : gap - length], passages), dim=1))
+        _, without = ends_of(torch.cat((passages.roll(1, 0), fillers[:, : gap - length], passages), dim=1))
+        row = {"gap": gap, "first": first, "second": second, "without_copy": without}
+        rows.append({**row, "gain": first - second, "gain_in_place": without - second})
     return {"passage": length, "passages": len(ends), "rows": rows}
 
 
@@ -143,6 +148,7 @@ def evaluate(config: EvaluateConfig) -> dict:
     run = Path(config.run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run} does not exist: give a run folder such as runs/small-rope")
+    keep_freed_memory()
     path = checkpoint.latest(run)
     arguments = [f"--eval.length_targets={config.targets}", f"--eval.batch_tokens={config.batch_tokens}"]
     experiment = parse_experiment(["--config", str(run / "config.yaml"), *arguments])
@@ -150,7 +156,7 @@ def evaluate(config: EvaluateConfig) -> dict:
     state = checkpoint.read_state(path)
     if data.manifest["tokenizer_sha256"] != state["tokenizer_sha256"]:
         raise ValueError(f"{path} was trained with another tokenizer than {data.folder} holds: train it again")
-    model = checkpoint.load_model(path, config.device)
+    model = checkpoint.load_model(path, choose_device(config.device))
     lengths = {
         "checkpoint": path.name,
         "step": state["step"],
@@ -186,8 +192,9 @@ def tables(lengths: dict) -> str:
     lines += [f"{b['from']:>9} to {b['to']:<6} {b['loss']:>9.4f}" for b in places["buckets"]]
     copies = lengths["copy_gain"]
     lines += ["", f"Copy gain: {copies['passages']} passages of {copies['passage']} tokens, nats/token"]
-    lines += [f"{'gap':>9} {'first':>9} {'second':>9} {'gain':>9}"]
-    lines += [f"{r['gap']:>9} {r['first']:>9.4f} {r['second']:>9.4f} {r['gain']:>9.4f}" for r in copies["rows"]]
+    columns = list(copies["rows"][0])
+    lines += [" ".join(f"{name:>13}" for name in columns)]
+    lines += [f"{r['gap']:>13} " + " ".join(f"{r[name]:>13.4f}" for name in columns[1:]) for r in copies["rows"]]
     return "\n".join(lines)
 
 

@@ -6,10 +6,14 @@ given again after any accident. Every other flag is passed on to train.py.
 """
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -18,6 +22,7 @@ from model import checkpoint
 from model.config import SCALING_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
+T, R = TypeVar("T"), TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -42,19 +47,43 @@ class StudyConfig:
     """Targets of each run's loss by context."""
     wandb: bool = False
     """Log the comparison to wandb."""
+    jobs: int = 1
+    """Runs trained and measured at the same time, each with its share of the cores: small models gain by it."""
 
     def __post_init__(self) -> None:
         if not self.positions or not self.seeds:
             raise ValueError("positions and seeds must name at least one each")
+        if self.jobs < 1:
+            raise ValueError(f"jobs is {self.jobs}: give 1 or more")
         if self.fine_tune_steps < 0 or self.fine_tune_ratio < 2:
             raise ValueError("fine_tune_steps must be 0 or more and fine_tune_ratio 2 or more")
 
 
-def call(program: str, *arguments: str) -> None:
-    """Run a program of this repository; a failure, whose line it has printed, ends the study with its exit code."""
-    done = subprocess.run([sys.executable, str(ROOT / program), *arguments])
-    if done.returncode:
-        sys.exit(done.returncode)
+def call(program: str, *arguments: str, jobs: int = 1, label: str = "") -> None:
+    """Run a program of this repository; a failure, whose line it has printed, ends the study with its exit code.
+
+    One of several at a time gets its share of the cores, no progress bar, and its label before every line.
+    """
+    command, environment = [sys.executable, str(ROOT / program), *arguments], dict(os.environ)
+    if jobs > 1:
+        threads = str(max(1, (os.cpu_count() or 1) // jobs))
+        environment |= {"OMP_NUM_THREADS": threads, "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE if jobs > 1 else None, text=True) as process:
+        for line in process.stdout or ():
+            print(f"{label}: {line}", end="", flush=True)
+    if process.returncode:
+        sys.exit(process.returncode)
+
+
+def at_once(jobs: int, work: Callable[[T], R], cells: Iterable[T]) -> list[R]:
+    """Results of `work` on all cells, `jobs` of them at a time, in order; after a failure no other is begun."""
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = [pool.submit(work, cell) for cell in cells]
+        try:
+            return [cell.result() for cell in begun]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def status(run: Path) -> str:
@@ -63,7 +92,7 @@ def status(run: Path) -> str:
     return json.loads(path.read_text())["status"] if path.is_file() else "missing"
 
 
-def make_run(arguments: list[str], targets: int, variants: bool = True) -> Experiment:
+def make_run(config: StudyConfig, arguments: list[str], variants: bool = True) -> Experiment:
     """Train a run, or what is left of it, and measure it; both only where it has not been done."""
     experiment = parse_experiment(arguments)
     run = experiment.run_dir
@@ -72,15 +101,17 @@ def make_run(arguments: list[str], targets: int, variants: bool = True) -> Exper
         print(f"study: {run} is finished")
     else:
         print(f"study: {run} is {before}", flush=True)
-        call("train.py", *arguments, f"--resume={'false' if before == 'missing' else 'true'}")
+        resume = f"--resume={'false' if before == 'missing' else 'true'}"
+        call("train.py", *arguments, resume, jobs=config.jobs, label=run.name)
     lengths = json.loads((run / "lengths.json").read_text())
     if lengths.get("checkpoint") != checkpoint.latest(run).name:
-        call("scripts/evaluate.py", str(run), f"--targets={targets}", f"--variants={json.dumps(variants)}")
+        flags = (f"--targets={config.targets}", f"--variants={json.dumps(variants)}")
+        call("scripts/evaluate.py", str(run), *flags, jobs=config.jobs, label=run.name)
     return experiment
 
 
-def fine_tune(config: StudyConfig, base: Experiment, shared: list[str]) -> list[str]:
-    """Go on with a RoPE run at a longer context, once for each way of stretching it; returns the run folders."""
+def fine_tuning(config: StudyConfig, base: Experiment, shared: list[str]) -> list[list[str]]:
+    """Command lines that go on with a RoPE run at a longer context, one for each way of stretching it."""
     trained = base.data.context
     longer = config.fine_tune_ratio * trained
     flags = [
@@ -95,40 +126,35 @@ def fine_tune(config: StudyConfig, base: Experiment, shared: list[str]) -> list[
         f"--train.learning_rate={base.train.learning_rate / 10}",
         f"--eval.length_ratios={json.dumps([context / longer for context in base.contexts])}",
     ]
-    runs = []
-    for kind in config.fine_tune_kinds:
-        stretch = [
-            f"kind={kind}",
-            f"factor={1 if kind == 'none' else config.fine_tune_ratio}",
-            f"trained_length={trained}",
+    return [
+        [
+            *flags,
+            f"--name={base.run_name}-fine-tuned-{kind}",
+            f"--model.rope.scaling.kind={kind}",
+            f"--model.rope.scaling.factor={1 if kind == 'none' else config.fine_tune_ratio}",
+            f"--model.rope.scaling.trained_length={trained}",
         ]
-        name = f"--name={base.run_name}-fine-tuned-{kind}"
-        made = make_run(
-            [*flags, name, *(f"--model.rope.scaling.{setting}" for setting in stretch)], config.targets, False
-        )
-        runs.append(str(made.run_dir))
-    return runs
+        for kind in config.fine_tune_kinds
+    ]
 
 
 def study(config: StudyConfig, passed_on: list[str]) -> None:
     """Everything there is to do, in order; done parts are skipped."""
     shared = [f"--config={config.config}", *passed_on]
-    runs = [
-        make_run([*shared, f"--model.position={position}", f"--seed={seed}"], config.targets)
+    cells = [
+        [*shared, f"--model.position={position}", f"--seed={seed}"]
         for seed in config.seeds
         for position in config.positions
     ]
-    fine_tuned = [
-        name
-        for run in runs
-        if config.fine_tune_steps and run.model.position == "rope"
-        for name in fine_tune(config, run, shared)
-    ]
+    runs = at_once(config.jobs, lambda cell: make_run(config, cell), cells)
+    bases = [run for run in runs if config.fine_tune_steps and run.model.position == "rope"]
+    cells = [cell for base in bases for cell in fine_tuning(config, base, shared)]
+    fine_tuned = at_once(config.jobs, lambda cell: make_run(config, cell, variants=False), cells)
     out = config.out or str(Path(runs[0].out_dir) / f"{runs[0].tracking.group}-study")
-    lists = {"runs": [str(run.run_dir) for run in runs], "fine_tuned": fine_tuned}
+    lists = {"runs": runs, "fine_tuned": fine_tuned}
     call(
         "scripts/compare.py",
-        *(f"--{name}={json.dumps(paths)}" for name, paths in lists.items()),
+        *(f"--{name}={json.dumps([str(run.run_dir) for run in made])}" for name, made in lists.items()),
         f"--out={out}",
         f"--reference={config.positions[0]}",
         f"--wandb={json.dumps(config.wandb)}",

@@ -58,7 +58,9 @@ def test_lengths_json_says_all_that_is_needed_to_read_it(study):
     assert buckets[0]["from"] == 0 and buckets[-1]["to"] == 256
     assert all(a["to"] == b["from"] for a, b in itertools.pairwise(buckets))
     assert sum(b["targets"] for b in buckets) == lengths["by_position"]["windows"] * 256
-    assert all(row["gain"] == row["first"] - row["second"] for row in lengths["copy_gain"]["rows"])
+    for row in lengths["copy_gain"]["rows"]:
+        assert row["gain"] == row["first"] - row["second"]
+        assert row["gain_in_place"] == row["without_copy"] - row["second"]
     other = json.loads((study[0] / "tiny-sinusoidal" / "lengths.json").read_text())
     assert list(other["variants"]) == ["window"]
     assert [other[key] for key in ("targets", "bytes", "documents")] == [
@@ -163,10 +165,10 @@ def test_wandb_has_the_length_points_of_both_and_the_tables_of_the_comparison(st
 
 
 def test_a_killed_study_goes_on_and_mixes_nothing(study, text_folder: Path, tmp_path: Path):
-    """SIGKILL while the second run trains; the study started again ends with the weights of the unbroken one."""
+    """SIGKILL while two runs train at once; the study started again ends with the weights of the unbroken one."""
     command = [
         sys.executable, ROOT / "scripts/study.py", "--positions", "rope", "sinusoidal", "--seeds", "0", "--targets=128",
-        *flags(text_folder, tmp_path), "--tracking.mode=disabled",
+        "--jobs=2", *flags(text_folder, tmp_path), "--tracking.mode=disabled",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     second = tmp_path / "runs" / "tiny-sinusoidal" / "checkpoints" / "step-0000003"
@@ -177,13 +179,36 @@ def test_a_killed_study_goes_on_and_mixes_nothing(study, text_folder: Path, tmp_
     assert second.exists()
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "tiny-rope is finished" in done.stdout
+    assert re.search(r"^tiny-sinusoidal: resuming .* from step \d+$", done.stdout, re.M)
     for name in ("tiny-rope", "tiny-sinusoidal"):
         one, two = (
             load_file(base / name / "checkpoints/step-0000012/model.safetensors")
             for base in (study[0], tmp_path / "runs")
         )
         assert all((one[key] == two[key]).all() for key in one)
+
+
+def test_a_run_whose_study_was_killed_alone_is_not_trained_twice(text_folder: Path, tmp_path: Path):
+    """Its train.py lives on: the study started again must leave that run folder alone, and say why."""
+    command = [
+        sys.executable, ROOT / "scripts/study.py", "--positions", "rope", "--seeds", "0",
+        *flags(text_folder, tmp_path), "--train.steps=100000", "--tracking.mode=disabled",
+    ]  # fmt: skip
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    run = tmp_path / "runs" / "tiny-rope"
+    try:
+        while first.poll() is None and not (run / "checkpoints" / "step-0000006").exists():
+            time.sleep(0.005)
+        first.kill()
+        first.wait()
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+    assert done.returncode == 2 and "tiny-rope is running" in done.stdout
+    assert (
+        done.stderr.strip()
+        == f"train.py: error: {run} is being trained by another process: wait for it, or stop it first"
+    )
 
 
 # --- what cannot be compared

@@ -1,0 +1,71 @@
+"""The machine a model runs on: device, precision, random state, and how its memory is handled."""
+
+import ctypes
+import platform
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def choose_device(name: str) -> torch.device:
+    """The device asked for; auto takes cuda, then mps, then cpu. ValueError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}: give auto, cpu, mps, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices: use auto or cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device is mps, but torch sees none here: use auto or cpu")
+    return device
+
+
+def name_device(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return f"{device} ({name}, {torch.get_num_threads()} threads)"
+
+
+def choose_autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Autocast to bf16, or nothing. ValueError for bf16 on a CPU, where it can be 200 times slower than fp32."""
+    if precision == "bf16" and device.type == "cpu":
+        raise ValueError("train.precision is bf16, which is far slower than fp32 on a CPU: use auto or fp32")
+    # Compute capability 8.0 is the first with bf16 matrix units.
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    use = precision == "bf16" or (precision == "auto" and fast)
+    return torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """State of the generators that dropout draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory instead of giving it back to the system after every large tensor.
+
+    The next tensor then finds pages that are there already; without this the system clears fresh ones each time.
+    Does nothing where there is no glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # noqa: N806, their names in malloc.h
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 64 * 2**20)
