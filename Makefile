@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test slow lint clean
+.PHONY: train test slow torture lint clean
 
 train: .venv/runtime-installed
 	$(BIN)/python train.py --config small.yaml
@@ -12,6 +12,10 @@ test: .venv/dev-installed
 
 slow: .venv/dev-installed
 	$(BIN)/python -m pytest -m slow -s
+
+# Ends with the number of kills; about seven seconds a kill.
+torture: .venv/dev-installed
+	KILLS=100 $(BIN)/python -m pytest tests/test_torture.py -s
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configs.run_folder import Metrics, describe_machine, refuse_other_run, take, write_atomically, write_run_json
+from configs.run_folder import (
+    Hold,
+    Metrics,
+    cut_samples,
+    describe_machine,
+    read_run_json,
+    refuse_other_run,
+    write_atomically,
+    write_run_json,
+)
 from configs.schema import Experiment, SettingsError, TrainConfig, interactive, parse_experiment, run_guarded, to_yaml
 from configs.tracking import Wandb, plot_lengths
 from data import batches
@@ -44,6 +54,10 @@ from model.transformer import Transformer
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient stopped being a number."""
+
+
+class StoppedError(RuntimeError):
+    """Training failed at a step; says how to go on."""
 
 
 class StopRequest:
@@ -251,8 +265,12 @@ def run(config: Experiment, stop: StopRequest) -> None:
     keep_freed_memory()
     device = choose_device(config.device)
     autocast = choose_autocast(config.train.precision, device)
-    refuse_other_run(config)
     run_dir = config.run_dir
+    refuse_other_run(config)
+    # A run that died before its first checkpoint is started over.
+    resumable = config.resume and checkpoint.checkpoints(run_dir)
+    if resumable and nothing_to_do(config):
+        return
 
     data = prepare(config.data)
     tokens, val_tokens = data.tokens("train"), data.tokens("val")
@@ -272,19 +290,22 @@ def run(config: Experiment, stop: StopRequest) -> None:
     torch.manual_seed(config.seed)
     model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
     torch.manual_seed(config.seed)  # what dropout draws must not depend on how the weights were made
-    # A run that died before its first checkpoint is started over.
-    resumable = config.resume and checkpoint.checkpoints(run_dir)
     if config.init_from and not resumable:
         start_from(Path(config.init_from), model, data)
     optimizer = make_optimizer(model, config.train)
 
-    lock = take(config)
+    hold = Hold(run_dir)
+    changed = refuse_other_run(config)  # again: another process may have begun since
     progress = resume(run_dir, model, optimizer, device, data) if resumable else Progress()
     write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
     write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
     facts = write_run_json(run_dir, status="running", **describe_machine(name_device(device)))
     if "wandb_id" not in facts:
         facts = write_run_json(run_dir, wandb_id=os.urandom(6).hex())
+    if changed:
+        print(f"changed since the run was started or last resumed: {'; '.join(changed)}")
+        write_run_json(run_dir, changes=[*facts.get("changes", []), {"step": progress.step, "settings": changed}])
+    cut_samples(run_dir / "samples.txt", progress.step)
     metrics = Metrics(run_dir / "metrics.jsonl", progress.step)
     seeded_name = config.run_name if f"-s{config.seed}" in config.run_name else f"{config.run_name}-s{config.seed}"
     tracker = Wandb(
@@ -304,6 +325,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
         tracker.log(point)
 
     def save() -> None:
+        metrics.sync()
         saved = {"optimizer": optimizer.state_dict(), "random": random_state(device)}
         state = {
             **asdict(progress),
@@ -337,56 +359,48 @@ def run(config: Experiment, stop: StopRequest) -> None:
     clock, clock_tokens = time.perf_counter(), progress.tokens
     model.train()
     stop.graceful = True
-    while progress.step < config.train.steps and stop.signal is None:
-        rate = learning_rate(config.train, progress.step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        try:
+    with failures_noted(run_dir, tracker, progress):
+        while progress.step < config.train.steps and stop.signal is None:
+            rate = learning_rate(config.train, progress.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            chosen = order.at(progress.step)
             loss, grad_norm = train_step(
-                forward,
-                optimizer,
-                tokens,
-                order.at(progress.step),
-                context,
-                micro_batch_size,
-                config.train.grad_clip,
-                autocast,
+                forward, optimizer, tokens, chosen, context, micro_batch_size, config.train.grad_clip, autocast
             )
-        except NonFiniteError as error:
-            write_run_json(run_dir, status="failed")
-            tracker.finish(1)
-            raise NonFiniteError(f"step {progress.step + 1}: {error}; {how_to_go_on(run_dir)}") from None
-        progress.step += 1
-        progress.val_loss = None
-        progress.tokens += config.train.batch_size * context
-        progress.pending.append(loss.item())
-        last = progress.step == config.train.steps
-        bar.update()
+            progress.step += 1
+            progress.val_loss = None
+            progress.tokens += config.train.batch_size * context
+            progress.pending.append(loss.item())
+            last = progress.step == config.train.steps
+            bar.update()
 
-        if progress.step % config.train.log_every == 0 or last:
-            mean = math.fsum(progress.pending) / len(progress.pending)
-            speed = (progress.tokens - clock_tokens) / (time.perf_counter() - clock)
-            progress.pending = []
-            log(
-                {
-                    "train/loss": mean,
-                    "train/lr": rate,
-                    "train/grad_norm": grad_norm.item(),
-                    "train/tokens_per_second": speed,
-                }
-            )
-            bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
-            if not bars:
-                left = (config.train.steps - progress.step) * config.train.batch_size * context / speed
-                say(
-                    f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left"
+            if progress.step % config.train.log_every == 0 or last:
+                mean = math.fsum(progress.pending) / len(progress.pending)
+                speed = (progress.tokens - clock_tokens) / (time.perf_counter() - clock)
+                progress.pending = []
+                log(
+                    {
+                        "train/loss": mean,
+                        "train/lr": rate,
+                        "train/grad_norm": grad_norm.item(),
+                        "train/tokens_per_second": speed,
+                    }
                 )
-            clock, clock_tokens = time.perf_counter(), progress.tokens
-        if progress.step % config.eval.every == 0 or last:
-            pause = time.perf_counter()
-            validate()
-            clock += time.perf_counter() - pause
-        if progress.step % config.train.save_every == 0 or last or stop.signal is not None:
+                bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
+                if not bars:
+                    left = (config.train.steps - progress.step) * config.train.batch_size * context / speed
+                    say(
+                        f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left"
+                    )
+                clock, clock_tokens = time.perf_counter(), progress.tokens
+            if progress.step % config.eval.every == 0 or last:
+                pause = time.perf_counter()
+                validate()
+                clock += time.perf_counter() - pause
+            if progress.step % config.train.save_every == 0 or last:
+                save()
+        if stop.signal is not None:
             save()
     bar.close()
     stop.graceful = False  # all is saved: from here on a signal stops at once
@@ -403,7 +417,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
         report_lengths(tracker, lengths, run_dir / "lengths.png")
     tracker.finish()
     write_run_json(run_dir, status="finished")
-    lock.close()
+    del hold
     print_end(config, progress, lengths)
 
 
@@ -417,14 +431,39 @@ def report_lengths(tracker: Wandb, lengths: dict, picture: Path) -> None:
     tracker.summarize({f"length/loss_at_{row['context']}": row["loss"] for row in rows})
 
 
-def how_to_go_on(run_dir: Path) -> str:
-    found = checkpoint.checkpoints(run_dir)
-    if not found:
-        return "no checkpoint was made yet; lower train.learning_rate and start again under another --name"
-    return (
-        f"the last good checkpoint is {found[-1]}; go on from it with "
-        f"python train.py --config {run_dir}/config.yaml --resume true --train.learning_rate LOWER"
-    )
+def nothing_to_do(config: Experiment) -> bool:
+    """Whether the run to be resumed is finished, and say so. SettingsError if it has gone further than it should."""
+    run_dir = config.run_dir
+    step = checkpoint.read_state(checkpoint.latest(run_dir))["step"]
+    if step > config.train.steps:
+        raise SettingsError(f"{run_dir} has {step} steps already: give train.steps {config.train.steps} a higher value")
+    done = step == config.train.steps and read_run_json(run_dir).get("status") == "finished"
+    if done:
+        print(f"{run_dir} is finished at step {step}: nothing to do; --train.steps with a higher value goes on")
+    return done
+
+
+@contextmanager
+def failures_noted(run_dir: Path, tracker: Wandb, progress: Progress) -> Iterator[None]:
+    """Turn what goes wrong in a step into one error that names the step, the last checkpoint and how to go on."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(OSError):  # on a full disk this may fail as well
+            write_run_json(run_dir, status="failed")
+        tracker.finish(1)
+        place, remedy, flags = f"after step {progress.step}", "mend that", ""
+        if isinstance(error, NonFiniteError):
+            place = f"step {progress.step + 1}"
+            remedy, flags = "lower train.learning_rate", " --train.learning_rate LOWER"
+        elif isinstance(error, OSError):
+            remedy = f"make room for {run_dir}"
+        found = checkpoint.checkpoints(run_dir)
+        raise StoppedError(
+            f"{place}: {error}; "
+            + (f"the last good checkpoint is {found[-1]}" if found else "no checkpoint was made yet")
+            + f"; {remedy}, then go on with python train.py --config {run_dir}/config.yaml --resume true{flags}"
+        ) from error
 
 
 def print_start(config: Experiment, data: PreparedData, model: Transformer, device: torch.device, windows: int) -> None:

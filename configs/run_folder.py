@@ -3,10 +3,11 @@
 import json
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -14,8 +15,8 @@ from configs.schema import Experiment, SettingsError, to_yaml
 
 # What a resumed run may not change: it would no longer be the same run.
 FIXED_ON_RESUME = ("model", "data", "seed", "train.batch_size")
-FREE_ON_RESUME = ("data.cache_dir",)
-LOCK = ".lock"
+# What says where things lie and changes no number.
+PLACES = ("data.cache_dir", "out_dir", "name", "resume")
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -26,61 +27,83 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def refuse_other_run(config: Experiment) -> None:
-    """SettingsError unless the run folder is new, or is to be resumed and holds the run of these settings."""
+def refuse_other_run(config: Experiment) -> list[str]:
+    """SettingsError unless the run folder is new, or is to be resumed and holds the run of these settings.
+
+    Returns what a resumed run does change, such as its number of steps.
+    """
     run = config.run_dir
     if not config.resume:
-        if run.is_dir() and any(path.name != LOCK for path in run.iterdir()):
+        # Hidden files are what is left of a start that was killed before it wrote anything whole.
+        if run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir()):
             raise SettingsError(
                 f"{run} holds a run already: go on with --resume true, or choose another --name or --seed"
             )
-        return
+        return []
     if not (run / "config.yaml").is_file():
         raise SettingsError(f"{run} holds no run to resume: check name and out_dir, or leave out --resume")
     before = flatten(yaml.safe_load((run / "config.yaml").read_text()))
     now = flatten(yaml.safe_load(to_yaml(config)))
-    changed = [
-        f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+    changed = {
+        key: f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
-        if key.startswith(FIXED_ON_RESUME) and key not in FREE_ON_RESUME and before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise SettingsError(f"{run} cannot be resumed with other settings: {'; '.join(changed)}")
+        if key not in PLACES and before.get(key) != now.get(key)
+    }
+    if refused := [change for key, change in changed.items() if key.startswith(FIXED_ON_RESUME)]:
+        raise SettingsError(f"{run} cannot be resumed with other settings: {'; '.join(refused)}")
+    return list(changed.values())
 
 
-def take(config: Experiment) -> IO:
-    """Make the run folder and hold it until the returned file is closed or this process ends, however it ends.
+class Hold:
+    """The run folder, made if needed and held for one process until this object is gone or the process has ended.
 
-    SettingsError if another process trains in it, or if another run has appeared there.
+    SettingsError if another process trains in it.
     """
-    run = config.run_dir
-    run.mkdir(parents=True, exist_ok=True)
-    file = (run / LOCK).open("a")
-    try:
-        import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # Windows has no flock
-    except BlockingIOError:
-        raise SettingsError(f"{run} is being trained by another process: wait for it, or stop it first") from None
-    refuse_other_run(config)
-    return file
+    def __init__(self, run: Path) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl
+        except ImportError:
+            return  # Windows has no flock
+        self.handle = os.open(run, os.O_RDONLY)
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"{run} is being trained by another process: wait for it, or stop it first") from None
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
 
 
 def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def cut_samples(path: Path, step: int) -> None:
+    """Drop the samples that were written after `step`: the resumed run writes them again."""
+    if path.exists():
+        parts = re.split(r"^(?=--- step \d+$)", path.read_text(encoding="utf-8"), flags=re.M)
+        write_atomically(path, "".join(part for part in parts if part and int(part.split()[2]) <= step))
 
 
 def write_run_json(run: Path, **changes: Any) -> dict[str, Any]:
     """Update run.json, what there is to know about a run besides its settings."""
-    path = run / "run.json"
-    values = json.loads(path.read_text()) if path.exists() else {}
-    values |= changes
-    write_atomically(path, json.dumps(values, indent=2) + "\n")
+    values = read_run_json(run) | changes
+    write_atomically(run / "run.json", json.dumps(values, indent=2) + "\n")
     return values
+
+
+def read_run_json(run: Path) -> dict[str, Any]:
+    """run.json, or nothing if it is not there."""
+    path = run / "run.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def describe_machine(device: str) -> dict[str, Any]:
@@ -121,10 +144,15 @@ class Metrics:
             self.last_step = max(self.last_step, step)
             if step <= resume_step:
                 kept.append(line + "\n")
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
-        self.file = path.open("a", buffering=1)
+        write_atomically(path, "".join(kept))
+        # Unbuffered: a line is written whole when it is made, and nothing is left to be flushed on a full disk.
+        self.file = path.open("ab", buffering=0)
 
     def write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
+        line = json.dumps(values).encode() + b"\n"
+        if self.file.write(line) != len(line):
+            raise OSError(f"cannot write {self.file.name}: the disk is full")
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk, so that no checkpoint is newer than its metrics."""
+        os.fsync(self.file.fileno())

@@ -2,12 +2,14 @@
 
 checkpoints/step-0000500/model.safetensors   the weights
                          optimizer.pt        optimizer and random states
-                         state.json          everything else, with checksums of the two above
+                         state.json          everything else, with checksums of all three
 """
 
 import hashlib
 import json
+import math
 import os
+import pickle
 import shutil
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -31,15 +33,20 @@ def save(folder: Path, model: Transformer, optimizer: dict[str, Any], state: dic
         optimizer: tensors and plain values to go on from, for torch.load with weights_only.
         state: plain values; must hold `step`.
 
-    Returns its folder. One that is there already for this step is left as it is.
+    Returns its folder. One that is there already for this step is left as it is. OSError if it cannot be written.
     """
     target = folder / f"step-{state['step']:07d}"
-    if target.is_dir():
+    if (target / STATE).is_file():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{target.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # What is left of saves and deletions that were killed.
+        for rest in (
+            *folder.glob(".step-*.tmp"),
+            *(path for path in folder.glob("step-*") if not (path / STATE).exists()),
+        ):
+            shutil.rmtree(rest)
         temporary.mkdir()
         # Contiguous copies on the CPU, so that a checkpoint loads on any machine.
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -51,11 +58,13 @@ def save(folder: Path, model: Transformer, optimizer: dict[str, Any], state: dic
             "vocab_size": model.vocab_size,
             "sha256": {name: _sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)},
         }
-        (temporary / STATE).write_text(json.dumps(description, indent=2))
+        (temporary / STATE).write_text(json.dumps(sealed(description), indent=2), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
         os.rename(temporary, target)
         _sync(folder)
+    except Exception as error:  # torch and safetensors have their own kinds for a full disk
+        raise OSError(f"cannot write {target}: {str(error).partition(chr(10))[0]}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
@@ -78,7 +87,7 @@ def latest(run: Path) -> Path:
 def best(run: Path) -> Path | None:
     """The checkpoint of the lowest validation loss, None if no checkpoint was validated."""
     losses = {path: read_state(path).get("val_loss") for path in checkpoints(run)}
-    validated = [path for path, loss in losses.items() if loss is not None]
+    validated = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return min(validated, key=lambda path: losses[path], default=None)
 
 
@@ -93,11 +102,21 @@ def prune(run: Path, keep: int) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint; ValueError if it cannot be read."""
+    """state.json of a checkpoint; ValueError if it is damaged."""
     try:
-        return json.loads((checkpoint / STATE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{checkpoint / STATE} cannot be read: {error}") from error
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if state == sealed(state):
+            return state
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise _damaged(checkpoint, STATE)
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with a checksum of all of it under sha256, beside those of the other files."""
+    files = {name: digest for name, digest in state["sha256"].items() if name != STATE}
+    content = json.dumps({**state, "sha256": files}, sort_keys=True)
+    return {**state, "sha256": {**files, STATE: hashlib.sha256(content.encode()).hexdigest()}}
 
 
 def load_model(
@@ -142,7 +161,12 @@ def load_weights(model: Transformer, checkpoint: Path) -> None:
 def load_optimizer(checkpoint: Path) -> dict[str, Any]:
     """What was saved as `optimizer`; ValueError if the file is damaged."""
     _check(checkpoint, OPTIMIZER, read_state(checkpoint))
-    return torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):
+        raise ValueError(
+            f"{checkpoint / OPTIMIZER} holds more than tensors and plain values, so it is not loaded"
+        ) from None
 
 
 def model_config(values: dict[str, Any], settings: type = ModelConfig) -> Any:
@@ -157,10 +181,14 @@ def model_config(values: dict[str, Any], settings: type = ModelConfig) -> Any:
 
 def _check(checkpoint: Path, name: str, state: dict[str, Any]) -> None:
     path = checkpoint / name
-    if not path.is_file() or _sha256(path) != state["sha256"][name]:
-        others = [other.name for other in checkpoints(checkpoint.parent.parent) if other != checkpoint]
-        offer = f"; older ones are {', '.join(others)}" if others else ""
-        raise ValueError(f"{path} is missing or damaged{offer}: delete {checkpoint} to go on from the one before")
+    if not path.is_file() or _sha256(path) != state["sha256"].get(name):
+        raise _damaged(checkpoint, name)
+
+
+def _damaged(checkpoint: Path, name: str) -> ValueError:
+    others = [other.name for other in checkpoints(checkpoint.parent.parent) if other.name < checkpoint.name]
+    offer = f"; delete {checkpoint} to go on from the one before, {others[-1]}" if others else ""
+    return ValueError(f"{checkpoint / name} is missing or damaged{offer}")
 
 
 def _sha256(path: Path) -> str:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.run_folder import read_run_json
 from configs.schema import Experiment, gather_lists, parse, parse_experiment, run_guarded
 from model import checkpoint
 from model.config import SCALING_KINDS
@@ -88,8 +89,7 @@ def at_once(jobs: int, work: Callable[[T], R], cells: Iterable[T]) -> list[R]:
 
 def status(run: Path) -> str:
     """What run.json says of a run; "missing" if there is none."""
-    path = run / "run.json"
-    return json.loads(path.read_text())["status"] if path.is_file() else "missing"
+    return read_run_json(run).get("status", "missing")
 
 
 def make_run(config: StudyConfig, arguments: list[str], variants: bool = True) -> Experiment:

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, exact, and unable to run code."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -70,8 +71,37 @@ def test_damage_is_found_named_and_the_older_one_offered(tmp_path: Path, name: s
     content[len(content) // 2] ^= 1
     (path / name).write_bytes(content)
     load = checkpoint.load_model if name.startswith("model") else checkpoint.load_optimizer
-    with pytest.raises(ValueError, match=rf"{name} is missing or damaged; older ones are step-0000001"):
+    with pytest.raises(ValueError, match=rf"{name} is missing or damaged; delete .*0002 to go on from .* step-0000001"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda t: t[: len(t) // 2], lambda t: t.replace('"step": 2', '"step": 3'), lambda t: "[]"]
+)
+def test_a_torn_or_changed_state_is_found_and_the_older_one_offered(tmp_path: Path, damage):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / "state.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(
+        ValueError, match=r"state.json is missing or damaged; delete .*0002 to go on from .* step-0000001"
+    ):
+        checkpoint.load_model(path.parent)
+    with pytest.raises(ValueError, match=r"0000001/model.safetensors is missing or damaged$"):
+        (path.parent.parent / "step-0000001" / "model.safetensors").unlink()
+        checkpoint.load_model(path.parent.parent / "step-0000001")
+
+
+def test_rests_of_killed_saves_and_deletions_are_cleared_by_the_next_save(tmp_path: Path):
+    (save(tmp_path, 1) / "state.json").unlink()
+    (tmp_path / "checkpoints" / ".step-0000002.tmp").mkdir()
+    save(tmp_path, 3)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-0000003"]
+
+
+def test_best_is_never_a_loss_that_is_no_number(tmp_path: Path):
+    for step, loss in ((1, math.nan), (2, 3.0), (3, math.nan), (4, math.inf)):
+        save(tmp_path, step, loss)
+    assert checkpoint.best(tmp_path).name == "step-0000002"
 
 
 def test_a_folder_without_its_state_is_no_checkpoint(tmp_path: Path):
@@ -86,7 +116,7 @@ def test_other_shapes_and_unknown_settings_are_refused(tmp_path: Path):
         checkpoint.load_weights(model(dim=32), path)
     state = json.loads((path / "state.json").read_text())
     state["model"]["magic"] = 1
-    (path / "state.json").write_text(json.dumps(state))
+    (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
     with pytest.raises(ValueError, match="magic"):
         checkpoint.load_model(path)
 
@@ -110,7 +140,7 @@ def test_a_malicious_pickle_is_refused(tmp_path: Path):
     torch.save({"x": Evil()}, path / "optimizer.pt")
     state = json.loads((path / "state.json").read_text())
     state["sha256"]["optimizer.pt"] = checkpoint._sha256(path / "optimizer.pt")
-    (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+    (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
+    with pytest.raises(ValueError, match=r"optimizer.pt holds more than tensors and plain values, so it is not loaded"):
         checkpoint.load_optimizer(path)
     assert not (tmp_path / "owned").exists()

@@ -18,6 +18,7 @@ from conftest import ROOT, run_program
 from safetensors.torch import load_file
 from scipy import stats
 
+from model import checkpoint
 from model.config import SCALING_KINDS
 
 KINDS = [kind for kind in SCALING_KINDS if kind != "none"]
@@ -228,7 +229,8 @@ def spoil_setting(run: Path) -> None:
 
 def spoil_tokenizer(run: Path) -> None:
     path = next((run / "checkpoints").glob("step-0000012/state.json"))
-    path.write_text(path.read_text().replace('"tokenizer_sha256": "', '"tokenizer_sha256": "0'))
+    state = {**json.loads(path.read_text()), "tokenizer_sha256": "0"}
+    path.write_text(json.dumps(checkpoint.sealed(state)))
 
 
 def only_training_curve(run: Path) -> None:
