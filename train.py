@@ -4,10 +4,15 @@ Everything happens in the order it is written here: settings, device, run folder
 optimizer, resume, then step after step with validation and checkpoints, and the length curve at the end.
 """
 
+import signal
+
+if __name__ == "__main__":
+    # Until StopRequest takes over: Ctrl-C while torch is being imported ends quietly, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import json
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """evaluate.py, compare.py and study.py on real runs of seconds, as a user starts them."""
 
 import csv
+import html
 import itertools
 import json
 import os
@@ -127,6 +128,43 @@ def test_csv_and_page_are_complete(study):
     assert not re.search(r"(src|href)=['\"]?(https?:|//)", page)
     for name in ("loss", "loss-by-context", "loss-by-position", "copy-gain"):
         assert (folder / f"{name}.png").stat().st_size > 10_000 and (folder / f"{name}.svg").exists()
+
+
+WIDTHS = {"phone": 390, "desktop": 1280}
+# Shows the page in frames of these widths and writes down what a reader would see.
+BROWSER_PAGE = """<!DOCTYPE html><body>{frames}<pre id=found></pre><script>
+onload = () => setTimeout(() => {{ found.textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {{
+  const page = frame.contentDocument, visible = e => e.getBoundingClientRect().width > 50 && e.getBoundingClientRect().height > 50;
+  return {{ width: frame.clientWidth, scroll: page.documentElement.scrollWidth,
+    images: [...page.images].map(i => i.complete && i.naturalWidth > 500 && visible(i) && i.getBoundingClientRect().right <= frame.clientWidth),
+    tables: [...page.querySelectorAll("table")].map(t => visible(t) && (t.getBoundingClientRect().right <= frame.clientWidth
+      || getComputedStyle(t.parentNode).overflowX == "auto")) }};
+}})) }}, 300) </script>"""
+
+
+def test_a_browser_shows_every_plot_and_table_at_phone_and_desktop_width_without_network(study, tmp_path: Path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium here")
+    page = html.escape((study[0] / "tiny-study" / "report.html").read_text(), quote=True)
+    frames = "".join(
+        f'<iframe width={w} height=800 style="border:0" srcdoc="{page}"></iframe>' for w in WIDTHS.values()
+    )
+    (tmp_path / "frames.html").write_text(BROWSER_PAGE.format(frames=frames))
+    done = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900", "--virtual-time-budget=5000",
+            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path}/frames.html",
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)[1]))
+    tables = (study[0] / "tiny-study" / "report.html").read_text().count("<table>")
+    assert [shown["width"] for shown in found] == list(WIDTHS.values())
+    for shown in found:
+        assert (
+            shown["images"] == [True] * 4 and shown["tables"] == [True] * tables and shown["scroll"] <= shown["width"]
+        )
 
 
 def test_a_finished_study_is_not_done_again(study, text_folder: Path):
