@@ -218,21 +218,13 @@ def length_table(lengths: dict) -> str:
 def sample(model: Transformer, data: PreparedData, config: Experiment) -> str:
     """Text that goes on from eval.sample_prompt, the same for the same weights and seed."""
     tokenizer = data.tokenizer
-    device = model.embedding.weight.device
     end_of_text = end_of_text_id(tokenizer)
     ids = tokenizer.encode(config.eval.sample_prompt, add_special_tokens=False).ids or [end_of_text]
-    generator = torch.Generator(device).manual_seed(config.seed)
+    generators = [torch.Generator(model.embedding.weight.device).manual_seed(config.seed)]
+    settings = {"generators": generators, "temperature": 0.8, "top_k": 50, "end_of_text": end_of_text}
     stream = TextStream(tokenizer)
-    made = generate(
-        model,
-        torch.tensor([ids], device=device),
-        config.eval.sample_tokens,
-        generator=generator,
-        temperature=0.8,
-        top_k=50,
-        end_of_text=end_of_text,
-    )
-    return config.eval.sample_prompt + "".join(stream.feed(int(chosen)) for chosen in made) + stream.finish()
+    made = generate(model, [ids], config.eval.sample_tokens, **settings)
+    return config.eval.sample_prompt + "".join(stream.feed(chosen) for (chosen,) in made) + stream.finish()
 
 
 def resume(

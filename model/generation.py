@@ -1,7 +1,8 @@
 """From token ids to more token ids; knows no tokenizer."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -61,7 +62,7 @@ class KVCache:
 
 def sample_next(
     logits: Float[Tensor, "batch vocab"],
-    generator: torch.Generator | None = None,
+    generators: Sequence[torch.Generator] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -70,33 +71,41 @@ def sample_next(
 
     Args:
         logits: scores of the next token.
-        generator: where the draws come from; the global generator is never touched.
+        generators: one for each row, so that a row's draws do not depend on how many rows there are; the global
+            generator is never touched. Not needed at temperature 0.
         temperature: divides the logits; 0 takes the largest.
         top_k: keep the k largest (0 keeps all; more than the vocabulary keeps all).
         top_p: keep the smallest set of most likely ids whose probability reaches top_p, never less than
             one (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
 
     Raises:
-        ValueError: temperature or top_k below 0, top_p outside [0, 1], or no generator to draw from.
+        ValueError: temperature or top_k below 0, top_p outside [0, 1], or no generators to draw from.
     """
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(-1)
-    if generator is None:
-        raise ValueError("sampling at a temperature above 0 needs a generator")
+    if generators is None or len(generators) != logits.shape[0]:
+        raise ValueError("sampling at a temperature above 0 needs a generator for each row")
     # Subtracting the maximum first keeps tiny temperatures finite.
     logits = logits.float()
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    scores, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    if 0 < top_k < scores.shape[-1]:
-        scores = scores[:, :top_k]
+    if 0 < top_k < scaled.shape[-1]:
+        scores, ids = scaled.topk(top_k, dim=-1)
+    else:
+        scores, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     probabilities = scores.softmax(-1)
     if top_p < 1:
         # An id stays if the ones before it have not reached top_p yet: the crossing one is included.
         reached = probabilities.cumsum(-1) - probabilities >= top_p
         reached[:, 0] = False
         probabilities = probabilities.masked_fill(reached, 0.0)
-    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+    # The first id at which the running sum passes a uniform share of the whole.
+    sums = probabilities.cumsum(-1)
+    shares = torch.cat([torch.rand(1, generator=generator, device=logits.device) for generator in generators])
+    drawn = torch.searchsorted(sums, shares[:, None] * sums[:, -1:], right=True)
+    # Rounding could lead past the last id that was kept.
+    drawn = drawn.minimum((probabilities > 0).sum(-1, keepdim=True) - 1)
+    return ids.gather(-1, drawn)[:, 0]
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -112,43 +121,58 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 @torch.no_grad()
 def generate(
     model: "model.transformer.Transformer",
-    prompt: Int[Tensor, "batch prompt"],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    generator: torch.Generator | None = None,
+    generators: Sequence[torch.Generator] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     end_of_text: int | None = None,
-) -> Iterator[Int[Tensor, "batch"]]:
-    """Yield the next id of every row, up to max_new_tokens times, stopping once all rows ended.
+    forward: Callable[..., Float[Tensor, "batch seq vocab"]] | None = None,
+) -> Iterator[list[int | None]]:
+    """Yield the next id of every row until each has made max_new_tokens or its end-of-text.
 
-    The prompt goes in at once, then each token alone on top of the cache. There is no longest length:
-    past the trained context the positions simply count on. The model's train/eval mode is restored.
+    What all prompts have room for goes in at once, then one token a row on top of the cache. There is no padding: a row
+    whose prompt is longer than the shortest is fed the rest of it, and yields None meanwhile, as it does after its end.
+    There is no longest length: past the trained context the positions simply count on. The model's train/eval mode is
+    restored.
+
+    Args:
+        prompts: ids of each row's prompt.
+        generators: see sample_next.
+        end_of_text: the id that ends a row.
+        forward: what is called instead of the model's last_logits, such as a compiled form of it.
 
     Raises:
         ValueError: an empty prompt, or sampling settings that sample_next refuses.
     """
     check_sampling(temperature, top_k, top_p)
-    if prompt.shape[1] == 0:
-        raise ValueError("the prompt holds no token: start from end-of-text instead")
+    if not all(prompts):
+        raise ValueError("a prompt holds no token: start from end-of-text instead")
+    rows, device = len(prompts), model.embedding.weight.device
+    lengths = [len(prompt) for prompt in prompts]
+    shortest = min(lengths)
+    cache = KVCache(model.config, rows, max(lengths) + max_new_tokens, model.embedding.weight.dtype, device)
+    tokens = torch.tensor([list(prompt[:shortest]) for prompt in prompts], device=device)
+    left = [max_new_tokens] * rows
+    forward = forward or model.last_logits
     was_training = model.training
     model.eval()
     try:
-        weight = model.embedding.weight
-        capacity = prompt.shape[1] + max_new_tokens
-        cache = KVCache(model.config, prompt.shape[0], capacity, weight.dtype, weight.device)
-        ended = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
-        tokens = prompt
-        for _ in range(max_new_tokens):
-            hidden = model.hidden_states(tokens, cache=cache)[:, -1:]
-            chosen = sample_next(model.logits(hidden)[:, 0], generator, temperature, top_k, top_p)
-            if end_of_text is not None:
-                chosen = torch.where(ended, end_of_text, chosen)
-                ended |= chosen == end_of_text
-            yield chosen
-            if end_of_text is not None and bool(ended.all()):
+        for length in itertools.count(shortest):
+            if not any(left):
                 return
-            tokens = chosen[:, None]
+            chosen = sample_next(forward(tokens, cache), generators, temperature, top_k, top_p).tolist()
+            made: list[int | None] = [None] * rows
+            for row, prompt in enumerate(prompts):
+                if length < lengths[row]:
+                    chosen[row] = prompt[length]
+                elif left[row]:
+                    made[row] = chosen[row]
+                    left[row] = 0 if chosen[row] == end_of_text else left[row] - 1
+            if any(token is not None for token in made):
+                yield made
+            tokens = torch.tensor(chosen, device=device)[:, None]
     finally:
         model.train(was_training)

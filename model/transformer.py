@@ -89,6 +89,12 @@ class Transformer(nn.Module):
         """Scores of every next token for hidden states of any positions, before softmax."""
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
+    def last_logits(
+        self, tokens: Int[Tensor, "batch seq"], cache: KVCache | None = None
+    ) -> Float[Tensor, "batch vocab"]:
+        """Logits of the token after the last of `tokens`; the head runs on that one alone."""
+        return self.logits(self.hidden_states(tokens, cache=cache)[:, -1])
+
     def forward(
         self,
         tokens: Int[Tensor, "batch seq"],
