@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configs.run_folder import Metrics, describe_machine, refuse_other_run, write_atomically, write_run_json
+from configs.run_folder import Metrics, describe_machine, flatten, refuse_other_run, write_atomically, write_run_json
 from configs.schema import Experiment, SettingsError, TrainConfig, parse_experiment, run_guarded, to_yaml
 from configs.tracking import Wandb, plot_lengths
 from data import batches
@@ -275,10 +275,23 @@ def resume(
 
 
 def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
-    """Load the weights of another run's newest checkpoint. ValueError unless tokenizer and shapes are the same."""
+    """Load the weights of another run's newest checkpoint. ValueError unless tokenizer and model are the same.
+
+    How RoPE is stretched, how far attention reaches and what is dropped may change.
+    """
     path = checkpoint.latest(run)
-    if checkpoint.read_state(path)["tokenizer_sha256"] != data.manifest["tokenizer_sha256"]:
+    state = checkpoint.read_state(path)
+    if state["tokenizer_sha256"] != data.manifest["tokenizer_sha256"]:
         raise SettingsError(f"init_from {run} was trained with another tokenizer than this run's data")
+    before, now = flatten(state["model"], "model."), flatten(asdict(model.config), "model.")
+    free = ("model.rope.scaling.", "model.window", "model.dropout", "model.init_std")
+    changed = [
+        f"{key} was {before.get(key)!r} and is {value!r}"
+        for key, value in now.items()
+        if before.get(key) != value and not key.startswith(free)
+    ]
+    if changed:
+        raise SettingsError(f"init_from {run} cannot start a run with other settings: {'; '.join(changed)}")
     checkpoint.load_weights(model, path)
 
 
@@ -393,6 +406,14 @@ def run(config: Experiment, stop: StopRequest) -> None:
             write_run_json(run_dir, status="failed")
             tracker.finish(1)
             raise NonFiniteError(f"step {progress.step + 1}: {error}; {how_to_go_on(run_dir)}") from None
+        except RuntimeError as error:
+            # Not torch._dynamo's class, which takes a second to import: a second Ctrl-C comes by here too.
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            print(f"warning: torch.compile fails ({reason}); going on without it", file=sys.stderr)
+            forward = model
+            continue
         progress.step += 1
         progress.val_loss = None
         progress.tokens += config.train.batch_size * context
