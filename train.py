@@ -33,6 +33,7 @@ from configs.run_folder import (
     Metrics,
     cut_samples,
     describe_machine,
+    flatten,
     read_run_json,
     refuse_other_run,
     write_atomically,
@@ -47,6 +48,7 @@ from model import checkpoint
 from model.device import (
     choose_autocast,
     choose_device,
+    compiled_or_plain,
     keep_freed_memory,
     name_device,
     random_state,
@@ -250,10 +252,23 @@ def resume(
 
 
 def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
-    """Load the weights of another run's newest checkpoint. ValueError unless tokenizer and shapes are the same."""
+    """Load the weights of another run's newest checkpoint. ValueError unless tokenizer and model are the same.
+
+    How RoPE is stretched, how far attention reaches and what is dropped may change.
+    """
     path = checkpoint.latest(run)
-    if checkpoint.read_state(path)["tokenizer_sha256"] != data.manifest["tokenizer_sha256"]:
+    state = checkpoint.read_state(path)
+    if state["tokenizer_sha256"] != data.manifest["tokenizer_sha256"]:
         raise SettingsError(f"init_from {run} was trained with another tokenizer than this run's data")
+    before, now = flatten(state["model"], "model."), flatten(asdict(model.config), "model.")
+    free = ("model.rope.scaling.", "model.window", "model.dropout", "model.init_std")
+    changed = [
+        f"{key} was {before.get(key)!r} and is {value!r}"
+        for key, value in now.items()
+        if before.get(key) != value and not key.startswith(free)
+    ]
+    if changed:
+        raise SettingsError(f"init_from {run} cannot start a run with other settings: {'; '.join(changed)}")
     checkpoint.load_weights(model, path)
 
 
@@ -348,7 +363,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
             tracker.log_table("samples", ["step", "text"], [[progress.step, text]])
 
     compiled = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
-    forward = torch.compile(model) if compiled else model
+    forward = compiled_or_plain(model) if compiled else model
     micro_batch_size = config.train.micro_batch_size or config.train.batch_size
     bars = interactive()
     bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not bars, dynamic_ncols=True)

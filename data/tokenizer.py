@@ -35,7 +35,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load a tokenizer.json, or a tokenizer of the Hugging Face hub by name.
 
-    ValueError if it cannot be had, is not byte-level, or has no token that ends a text.
+    ValueError if it cannot be had, is not byte-level, has no token that ends a text, or changes the text.
     """
     try:
         tokenizer = Tokenizer.from_file(str(name)) if Path(name).is_file() else Tokenizer.from_pretrained(str(name))
@@ -48,7 +48,14 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
             f"tokenizer {name} is not byte-level, so bits per byte cannot be counted: choose a byte-level BPE"
         )
     end_of_text_id(tokenizer)
-    return _text_stays_text(tokenizer)
+    # Trained without the full alphabet it drops bytes it never saw; or it puts a space before the first word.
+    lacks = len(set(pre_tokenizers.ByteLevel.alphabet()) - tokenizer.get_vocab().keys())
+    if lacks or _text_stays_text(tokenizer).decode(tokenizer.encode("rope", add_special_tokens=False).ids) != "rope":
+        raise ValueError(
+            f"tokenizer {name} does not give back the text it was given, for it "
+            f"{f'lacks {lacks} of the 256 bytes' if lacks else 'adds to it (see add_prefix_space)'}: choose another"
+        )
+    return tokenizer
 
 
 def _text_stays_text(tokenizer: Tokenizer) -> Tokenizer:

@@ -3,6 +3,7 @@
 import ctypes
 import platform
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -37,6 +38,26 @@ def choose_autocast(precision: str, device: torch.device) -> AbstractContextMana
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     use = precision == "bf16" or (precision == "auto" and fast)
     return torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
+
+
+def compiled_or_plain(model: torch.nn.Module) -> Callable[..., Tensor]:
+    """A compiled form of `model`; where nothing can be compiled it says so once and goes on without."""
+    forward = torch.compile(model)
+
+    def call(*inputs: Tensor) -> Tensor:
+        nonlocal forward
+        try:
+            return forward(*inputs)
+        except RuntimeError as error:
+            # Not torch._dynamo's class, which takes a second to import: a second Ctrl-C comes by here too.
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            print(f"warning: torch.compile fails ({reason}); going on without it", file=sys.stderr)
+            forward = model
+            return model(*inputs)
+
+    return call
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -119,6 +119,10 @@ def test_other_shapes_and_unknown_settings_are_refused(tmp_path: Path):
     (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
     with pytest.raises(ValueError, match="magic"):
         checkpoint.load_model(path)
+    del state["model"]["magic"], state["model"]["rope"]["theta"]
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="theta"):
+        checkpoint.load_model(path)
 
 
 def test_files_load_without_this_repository_and_without_pickle(tmp_path: Path):

@@ -3,18 +3,20 @@
 import itertools
 import json
 import multiprocessing
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data import batches
 from data.config import DataConfig
 from data.corpus import held_out_groups, open_corpus
-from data.prepare import Tokens, prepare
+from data.prepare import PreparedData, Tokens, prepare
 from data.tokenizer import (
     END_OF_TEXT,
     TextStream,
@@ -102,13 +104,26 @@ def test_training_a_tokenizer_is_deterministic(texts, tokenizer):
 
 
 def test_unusable_tokenizers_are_refused(tmp_path: Path):
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     with pytest.raises(ValueError, match="neither a readable"):
         load_tokenizer(tmp_path / "missing.json")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "words.json"))
     with pytest.raises(ValueError, match="not byte-level"):
         load_tokenizer(tmp_path / "words.json")
+    path = tmp_path / "other.json"
+    for prefix, alphabet, words in (
+        (True, pre_tokenizers.ByteLevel.alphabet(), "add_prefix_space"),
+        (False, ["Ġ"], "lacks 2[0-9]{2} of the 256 bytes"),
+    ):
+        other = Tokenizer(models.BPE())
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+        other.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+        other.train_from_iterator(["the rope"], trainer)
+        other.save(str(path))
+        with pytest.raises(ValueError, match=words):
+            load_tokenizer(path)
 
 
 # --- corpus and split
@@ -251,6 +266,32 @@ def test_one_text_alone_is_split_at_its_end(texts, tmp_path: Path):
     assert train + val == "\n".join(texts)
 
 
+# No address is looked up and nothing is connected to: an audit hook sees it in every library.
+NO_NETWORK = """
+import sys
+def refuse(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
+        raise AssertionError(f"{event} {arguments}")
+sys.addaudithook(refuse)
+from data.config import DataConfig
+from data.prepare import prepare
+path, cache = sys.argv[1:]
+data = prepare(DataConfig(source="files", path=path, cache_dir=cache, vocab_size=300))
+print(data.manifest["train"]["documents"] + data.manifest["val"]["documents"])
+"""
+
+
+def test_local_text_needs_no_network(texts, tmp_path: Path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(texts[0], encoding="utf-8")
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:]))
+    online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HOME": str(tmp_path)}
+    done = run_program("-c", NO_NETWORK, folder, tmp_path / "cache", **online)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(len(texts))
+
+
 def test_tokens_read_across_shards():
     whole = np.arange(50, dtype=np.uint16)
     tokens = Tokens(np.split(whole, [7, 20, 21]))
@@ -259,6 +300,28 @@ def test_tokens_read_across_shards():
         assert read.dtype == np.int64 and read.tolist() == list(range(start, stop))
     with pytest.raises(IndexError):
         tokens.read(40, 51)
+
+
+def test_reading_a_large_shard_takes_no_memory_of_its_own(tmp_path: Path):
+    """5,000 batches over 500 MB: pages of the file may stay in memory, since the system can drop them; copies may not."""
+
+    def private() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
+
+    if not Path("/proc/self/status").exists():
+        pytest.skip("the size of private memory is read from /proc")
+    shard = tmp_path / "train-00000.bin"
+    with shard.open("wb") as file:
+        file.truncate(500_000_000)
+    manifest = {"dtype": "uint16", "train": {"shards": [shard.name]}}
+    before = private()
+    tokens = PreparedData(tmp_path, manifest).tokens("train")
+    order = batches.TrainingOrder(batches.window_count(tokens, 128), 4, 0)
+    most = 0
+    for step in range(5000):
+        x, _ = batches.cut(tokens, order.at(step) * 128, 128)
+        most = max(most, private() if step % 500 == 0 else 0)
+    assert x.shape == (4, 128) and most - before < 50_000
 
 
 # --- batches

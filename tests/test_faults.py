@@ -238,6 +238,17 @@ def test_other_accumulation_goes_on_with_the_same_batches(small_run: list[str]):
     assert losses(unbroken)[1] == losses(whole)[1]
 
 
+def test_a_changed_data_file_is_other_data(small_run: list[str], tmp_path: Path, text_folder: Path):
+    texts = tmp_path / "texts"
+    shutil.copytree(text_folder, texts)
+    settings = [*small_run, f"--data.path={texts}"]
+    run = go(settings, "--train.steps=2")
+    before = (run / "metrics.jsonl").read_bytes()
+    (texts / "03.txt").write_text("Something else. " * 300)
+    one_line(run_program("train.py", *settings, "--resume=true"), 2, f"{run} was trained on other data")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
 # --- numbers that are none
 
 

@@ -6,9 +6,11 @@ from conftest import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model import generation
 from model.config import ModelConfig
 from model.generation import generate, sample_next
 from model.transformer import Transformer
+from scripts import generate as write
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.5, 0.05, 0.35]]))
 
@@ -132,6 +134,35 @@ def test_program_stretches_rope(run):
     assert plain.returncode == 0
 
 
+def test_only_what_passes_the_trained_length_is_noted(run, capsys: pytest.CaptureFixture):
+    """A prompt of 31, 32 or 33 tokens, and of three trained lengths; nothing is cut, and no new token need be made."""
+    letters = [chr(ord("A") + n % 2) for n in range(96)]  # no merge of capitals was learnt: a token each
+    for tokens in (31, 32, 33, 96):
+        prompt = "".join(letters[:tokens])
+        write.main([str(run), f"--prompt={prompt}", "--max_new_tokens=0"])
+        said = capsys.readouterr()
+        assert said.out == prompt + "\n"
+        assert said.err.startswith(f"note: prompt and text may reach {tokens} tokens") == (tokens > 32)
+        assert (said.err == "") == (tokens <= 32)
+
+
+def test_cache_is_sized_to_the_request(monkeypatch: pytest.MonkeyPatch):
+    made = []
+
+    class Watched(generation.KVCache):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(generation, "KVCache", Watched)
+    m = Transformer(ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=64), 50)
+    assert len(list(generate(m, torch.ones(2, 5, dtype=torch.long), 7, temperature=0.0))) == 7
+    (cache,) = made
+    # layers x batch x key/value heads x (prompt + new tokens) x head dim
+    assert cache.keys.numel() == cache.values.numel() == 3 * 2 * 2 * (5 + 7) * 8
+    assert cache.tokens.shape == cache.positions.shape == (2, 12)
+
+
 @pytest.mark.parametrize("prompt", ["", "\n", "🙂", "the rope " * 60])
 def test_program_takes_any_prompt(run, prompt: str):
     done = run_program("scripts/generate.py", run, f"--prompt={prompt}", "--max_new_tokens=5")
@@ -163,6 +194,6 @@ def test_another_tokenizer_is_refused(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     tokenizer = copy / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true'))
+    tokenizer.write_text(tokenizer.read_text().replace('"use_regex":true', '"use_regex":false'))
     done = run_program("scripts/generate.py", copy)
     assert done.returncode == 2 and "is not the tokenizer that" in done.stderr

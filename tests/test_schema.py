@@ -39,6 +39,7 @@ def test_command_line_beats_file_beats_default(tmp_path: Path):
     assert (config.model.dim, config.model.n_layers, config.model.n_heads) == (64, 5, 4)
     assert config.train.compile is False
     assert parse_experiment(["--train.compile=true"]).train.compile is True
+    assert parse_experiment(["--train.compile=false"]).train.compile is False
     assert parse_experiment(["--train.compile", "auto"]).train.compile == "auto"
 
 
@@ -92,6 +93,14 @@ MISTAKES = {
     "twice": ("seed: 1\nmodel:\n  dim: 2\nseed: 2\n", [], "'seed' stands twice, in lines 1 and 4", "settings.yaml"),
     "odd head dim": ("model: {dim: 30, n_heads: 2}\n", [], "model.dim 30", "odd head dim of 15"),
     "heads": ("model: {dim: 30, n_heads: 4}\n", [], "model.dim 30", "model.n_heads 4"),
+    "odd width": (
+        "model: {dim: 33, n_heads: 1, position: sinusoidal}\n",
+        [],
+        "model.dim 33 over model.n_heads 1",
+        "odd head dim of 33",
+    ),
+    "vocabulary": ("data: {vocab_size: 100}\n", [], "data.vocab_size is 100", "at least 257"),
+    "fp16": ("train: {precision: fp16}\n", ["--device=cpu"], "train.precision", "fp16"),
     "position": ("model: {position: ropee}\n", [], "'ropee'", "choose one of rope, sinusoidal, alibi, nope"),
     "scaling without rope": (
         "model: {position: alibi, rope: {scaling: {kind: yarn, factor: 4}}}\n",

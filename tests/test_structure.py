@@ -91,3 +91,19 @@ def test_every_name_in_the_file_map_exists():
         assert (ROOT / name).exists(), name
     mapped = {name for name in names if name.endswith(".py")}
     assert {str(p.relative_to(ROOT)) for p in FILES if p.name != "__init__.py"} == mapped
+
+
+def test_the_page_of_faults_names_each_once_and_tests_that_exist():
+    page = (ROOT / "docs/cases.md").read_text()
+    rows = re.findall(r"^\| ([A-Z]\d\d) \| (.+?) \| (.+?) \|$", page, re.M)
+    ids = [row[0] for row in rows]
+    assert len(ids) == len(set(ids)) == len(re.findall(r"^\| [A-Z]\d", page, re.M)) > 100
+    named = re.findall(r"(test_\w+\.py)::(\w+)", page)
+    assert len(named) == page.count("::") > 100
+    tests = {
+        (path.name, node.name)
+        for path in (ROOT / "tests").glob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert sorted(set(named) - tests) == []

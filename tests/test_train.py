@@ -37,9 +37,9 @@ def go(arguments: list[str], *more: str) -> Path:
     return config.run_dir
 
 
-def losses(run: Path) -> dict[int, float]:
+def losses(run: Path, key: str = "train/loss") -> dict[int, float]:
     points = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {point["step"]: point["train/loss"] for point in points if "train/loss" in point}
+    return {point["step"]: point[key] for point in points if key in point}
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -84,6 +84,8 @@ def test_minimum_is_a_share_of_the_peak():
 def test_no_step_at_rate_zero_and_none_above_the_peak(schedule: str, steps: int, warmup: int):
     for rate in rates(steps=steps, warmup_steps=warmup, schedule=schedule):
         assert 0 < rate <= 1
+    level = rates(steps=steps, warmup_steps=warmup, schedule=schedule, min_lr_ratio=1.0)
+    assert level[max(0, warmup - 1) :] == pytest.approx([1.0] * (steps - max(0, warmup - 1)))
 
 
 # --- one step
@@ -175,6 +177,7 @@ def test_20_steps_equal_10_and_10_equal_5_5_10_across_an_epoch_edge(
                     train.run(config, StopAt(stop_at, patch))
                 assert stop.value.code == 130
         assert_same_run(unbroken, config.run_dir)
+        assert losses(unbroken, "val/loss") == losses(config.run_dir, "val/loss")
         assert [p.name for p in sorted((config.run_dir / "checkpoints").iterdir())][-1] == "step-0000020"
 
 
@@ -206,6 +209,8 @@ def test_same_seed_same_run_and_other_seed_another(small_run: list[str]):
     assert_same_run(one, two)
     other = go(small_run, "--name=other", "--seed=1")
     assert losses(other)[1] != losses(one)[1]
+    ids = {json.loads((run / "run.json").read_text())["wandb_id"] for run in (one, two, other)}
+    assert len(ids) == 3
 
 
 def test_twins_see_the_same_batches_and_start_from_the_same_weights(
@@ -219,11 +224,11 @@ def test_twins_see_the_same_batches_and_start_from_the_same_weights(
         def spy(model, optimizer, tokens, windows, *rest, log=log):
             if not log:
                 log.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-            log.append(windows.tolist())
+            log.append((windows.tolist(), torch.get_rng_state().tolist()))  # the state that dropout draws from
             return real(model, optimizer, tokens, windows, *rest)
 
         monkeypatch.setattr(train, "train_step", spy)
-        go(small_run, f"--model.position={position}", f"--name={position}")
+        go(small_run, "--model.dropout=0.1", f"--model.position={position}", f"--name={position}")
     rope, sinusoidal = seen.values()
     assert rope[0].keys() == sinusoidal[0].keys()
     assert sum(t.numel() for t in rope[0].values()) == sum(t.numel() for t in sinusoidal[0].values())
@@ -268,6 +273,7 @@ def test_an_existing_run_is_neither_overwritten_nor_mixed(small_run: list[str], 
         (): "holds a run already",
         ("--resume=true", "--model.n_layers=3"): "model.n_layers was 2 and is 3",
         ("--resume=true", "--model.position=sinusoidal"): "model.position was 'rope' and is 'sinusoidal'",
+        ("--resume=true", "--model.rope.theta=500000"): "model.rope.theta was 10000.0 and is 500000.0",
         ("--resume=true", "--data.vocab_size=310"): "data.vocab_size was 300 and is 310",
         ("--resume=true", "--name=other"): "holds no run to resume",
     }
@@ -278,6 +284,67 @@ def test_an_existing_run_is_neither_overwritten_nor_mixed(small_run: list[str], 
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and words in error
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_weights_are_not_started_from_under_another_meaning(small_run: list[str], capsys: pytest.CaptureFixture):
+    """Another theta, encoding or scale fits the shapes and would read the weights wrongly without a word."""
+    base = go(small_run, "--train.steps=2", "--model.rope.theta=500000")
+    start = [*small_run, "--train.steps=2", "--name=next", f"--init_from={base}"]
+    for more, words in (
+        ((), "model.rope.theta was 500000.0 and is 10000.0"),
+        (("--model.rope.theta=500000", "--model.position=nope"), "model.position was 'rope' and is 'nope'"),
+        (("--model.rope.theta=500000", "--model.embedding_rms=1"), "model.embedding_rms was 0.11 and is 1.0"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            train.main([*start, *more])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+    assert not (base.parent / "next").exists()
+    go(start, "--model.rope.theta=500000", "--model.rope.scaling.kind=linear", "--model.rope.scaling.factor=2")
+
+
+def test_the_start_says_what_a_step_is_and_accumulation_changes_no_line(
+    small_run: list[str], capsys: pytest.CaptureFixture
+):
+    whole = go(small_run)
+    capsys.readouterr()
+    split = go(small_run, "--name=split", "--train.micro_batch_size=1", "--train.log_every=5")
+    said = capsys.readouterr().out
+    decayed = sum(tensor.numel() for tensor in weights(split).values() if tensor.dim() == 2)
+    total = sum(tensor.numel() for tensor in weights(split).values())
+    assert f"model: rope, {total:,} parameters, {decayed:,} of them with weight decay, on cpu" in said
+    assert "step: 128 tokens = 4 x 1 sequences x 32; 20 steps = " in said
+    assert "vocabulary 300 (asked for 300)" in said
+
+    def points(run: Path) -> dict[int, dict]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return {point["step"]: point for point in lines if "train/loss" in point}
+
+    one, other = points(whole), points(split)
+    assert list(other) == [5, 10, 15, 20]
+    for step, point in other.items():
+        assert point["train/lr"] == one[step]["train/lr"]
+        mean = sum(one[s]["train/loss"] for s in range(step - 4, step + 1)) / 5
+        assert point["train/loss"] == pytest.approx(mean, abs=1e-4)
+
+
+def test_auto_takes_the_best_device_there_is_and_fp32_where_bf16_is_slow(monkeypatch: pytest.MonkeyPatch):
+    """What torch sees is set by hand: no machine has all of them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for cuda, mps, expected in (
+        (True, True, "cuda"),
+        (True, False, "cuda"),
+        (False, True, "mps"),
+        (False, False, "cpu"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=cuda: there)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=mps: there)
+        assert train.choose_device("auto").type == expected
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for device in ("cuda", "mps", "cpu"):
+        assert isinstance(train.choose_autocast("auto", torch.device(device)), train.nullcontext)
+    with pytest.raises(train.SettingsError, match="device is mps, but torch sees none"):
+        train.choose_device("mps")
 
 
 def test_more_steps_may_be_asked_of_a_finished_run(small_run: list[str]):

@@ -1,5 +1,6 @@
 """The model against transformers' Llama, against itself with a cache, and against its twin."""
 
+import gc
 import math
 from dataclasses import replace
 
@@ -193,6 +194,43 @@ def test_bf16_model_keeps_positions_exact(position: str):
         exact = model(x, positions=positions).flatten()
         rounded = model.bfloat16()(x, positions=positions).float().flatten()
     assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_autocast_keeps_positions_exact(position: str):
+    """The first pass fills autocast's cache of weights, the second finds it; angles must not go through either."""
+    model, x = build(position=position).eval(), ids(1, 16)
+    positions = torch.arange(3000, 3016)[None]
+    with torch.no_grad():
+        exact = model(x, positions=positions).flatten()
+        with torch.autocast("cpu", torch.bfloat16):
+            cold, warm = (model(x, positions=positions).float().flatten() for _ in range(2))
+    assert torch.equal(cold, warm)
+    assert torch.nn.functional.cosine_similarity(exact, cold, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_nothing_is_kept_from_a_forward_pass(position: str):
+    """A table for every length seen would be a leak."""
+    model = build(position=position).eval()
+
+    def tensors_after(lengths: range) -> int:
+        with torch.no_grad():
+            for length in lengths:
+                model(ids(1, length))
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    assert tensors_after(range(1, 3)) == tensors_after(range(3, 40))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_are_computed_in_fp32(dtype: torch.dtype):
+    """1000 squared is more than fp16 can hold."""
+    x = torch.linspace(-1000, 1000, 32).to(dtype)[None, None]
+    norm = build().norm
+    exact = norm(x.float())
+    assert torch.allclose(norm.to(dtype)(x).float(), exact, atol=1e-2)
 
 
 def test_dropout_is_active_in_training_only():
