@@ -148,8 +148,10 @@ def evaluate(config: EvaluateConfig) -> dict:
     experiment = parse_experiment(["--config", str(run / "config.yaml"), *arguments])
     data = prepare(experiment.data)
     state = checkpoint.read_state(path)
-    if data.manifest["tokenizer_sha256"] != state["tokenizer_sha256"]:
-        raise ValueError(f"{path} was trained with another tokenizer than {data.folder} holds: train it again")
+    if data.manifest["fingerprint"] != state["data_fingerprint"]:
+        raise ValueError(
+            f"{path} was trained on other data than its settings give now: bring back the text, or train it again"
+        )
     model = checkpoint.load_model(path, config.device)
     lengths = {
         "checkpoint": path.name,
