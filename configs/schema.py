@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
 from configs.tracking import TrackingConfig
 from data.config import DataConfig
@@ -194,10 +194,27 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _StrictDumper(yaml.SafeDumper):
+    """Puts quotes around a text that _StrictLoader would take for a number."""
+
+
 # PyYAML follows YAML 1.1, where a float needs a dot and a signed exponent.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _side in (_StrictLoader, _StrictDumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+_load_yaml = get_loader("yaml")
+
+
+def _load_value(text: str) -> Any:
+    """A value as YAML, but only `null` is nothing: `# text` and `~` are text."""
+    value = _load_yaml(text)
+    return text if value is None and text.strip() != "null" else value
+
+
+set_loader("yaml", _load_value, (yaml.YAMLError,))
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -248,7 +265,7 @@ def _merged(under: dict, over: dict) -> dict:
 def to_yaml(settings: object) -> str:
     """All settings of a dataclass as YAML that reads back to the same settings."""
     plain = dataclasses.asdict(settings)
-    return yaml.safe_dump(_tuples_to_lists(plain), sort_keys=False)
+    return yaml.dump(_tuples_to_lists(plain), Dumper=_StrictDumper, sort_keys=False)
 
 
 def _tuples_to_lists(value: Any) -> Any:

@@ -3,7 +3,9 @@
 import hashlib
 import heapq
 import itertools
+import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
@@ -12,8 +14,7 @@ from pathlib import Path
 
 from data.config import DataConfig
 
-# Files that `datasets` reads, and the name of its reader.
-TABLE_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+TABLES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -108,22 +109,13 @@ def _hub(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
     }
 
     def read() -> Iterator[Document]:
-        import datasets
-
-        try:
-            rows = datasets.load_dataset(
-                str(folder) if local else config.path,
-                config.subset,
-                split=config.split,
-                revision=config.revision,
-                streaming=config.streaming,
-            )
-        except Exception as error:
-            # datasets raises a dozen kinds here; for the user they are one: this data cannot be had.
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(
-                f"data.path {config.path} cannot be loaded ({reason}); check path, subset and split"
-            ) from error
+        rows = _load(
+            str(folder) if local else config.path,
+            name=config.subset,
+            split=config.split,
+            revision=config.revision,
+            streaming=config.streaming,
+        )
         return _rows(rows, config.text_column, folder.name)
 
     return identity, read
@@ -132,7 +124,7 @@ def _hub(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
 def _files(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
     pattern = Path(config.path).expanduser()
     if pattern.is_dir():
-        paths = [p for p in pattern.rglob("*") if p.suffix in {".txt", ".md", *TABLE_READERS}]
+        paths = [p for p in pattern.rglob("*") if p.suffix in {".txt", ".md", *TABLES} and p.is_file()]
     else:
         paths = [Path(p) for p in glob(str(pattern), recursive=True) if Path(p).is_file()]
     if not paths:
@@ -145,10 +137,8 @@ def _files(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
 
     def read() -> Iterator[Document]:
         for path, name in zip(paths, names, strict=True):
-            if reader := TABLE_READERS.get(path.suffix):
-                import datasets
-
-                rows = datasets.load_dataset(reader, data_files=str(path), split="train")
+            if path.suffix in TABLES:
+                rows = _load("parquet", data_files=str(path)) if path.suffix == ".parquet" else _json_rows(path)
                 yield from _rows(rows, config.text_column, name)
             else:
                 yield Document(_read_text(path), name)
@@ -157,10 +147,44 @@ def _files(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:
 
 
 def _rows(rows: Iterable[dict], column: str, name: str) -> Iterator[Document]:
-    for number, row in enumerate(rows):
-        if not isinstance(row.get(column), str):
-            raise ValueError(f"{name}, row {number}: no text in column {column!r}; its columns are {', '.join(row)}")
-        yield Document(row[column], f"{name} {number}")
+    number = 0
+    try:
+        for row in rows:
+            if not isinstance(row, dict) or not isinstance(row.get(column), str):
+                found = f"its columns are {', '.join(row)}" if isinstance(row, dict) else f"it is {str(row)[:40]!r}"
+                raise ValueError(f"{name}, row {number}: no text in column {column!r}; {found}")
+            row[column].encode()  # JSON can hold half a surrogate pair, which is no text
+            yield Document(row[column], f"{name} {number}")
+            number += 1
+    except (UnicodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{name}, row {number}: cannot be read ({error})") from None
+
+
+def _json_rows(path: Path) -> Iterator[object]:
+    """Rows of JSON Lines or of one JSON array."""
+    with path.open("rb") as file:
+        whole = file.read(1) == b"["
+        file.seek(0)
+        for line in [file.read()] if whole else file:
+            if line.strip():
+                yield from json.loads(line) if whole else [json.loads(line)]
+
+
+def _load(source: str, **options: object) -> Iterable[dict]:
+    import datasets
+
+    # What it would log is in the error, and a log file has no use for its bars.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(source, **{"split": "train", **options})
+    except Exception as error:
+        # datasets raises a dozen kinds here; for the user they are one: this data cannot be had.
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        where = options.get("data_files", source)
+        raise ValueError(f"data.path {where} cannot be loaded ({reason}); check path, subset and split") from error
 
 
 def _read_text(path: Path) -> str:
@@ -172,8 +196,9 @@ def _read_text(path: Path) -> str:
 
 
 def _hashes(paths: list[Path], names: list[str]) -> list[list[str]]:
-    def sha256(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     return [[name, sha256(path)] for path, name in zip(paths, names, strict=True)]
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

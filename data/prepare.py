@@ -6,10 +6,12 @@
                        train-starts.npy   index of the first id of every document
                        val-00000.bin, val-starts.npy
 
-A cache entry appears whole, by one rename, or not at all.
+A cache entry appears whole, by one rename, or not at all. Every file of it is checked against its
+SHA-256 when it is opened.
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -17,6 +19,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +30,7 @@ from tokenizers import Tokenizer
 
 from data import tokenizer as tok
 from data.config import DataConfig
-from data.corpus import Corpus, held_out_groups, open_corpus
+from data.corpus import Corpus, held_out_groups, open_corpus, sha256
 
 # Raise when the same settings would give other bytes than before.
 FORMAT = 1
@@ -105,12 +108,10 @@ def prepare(config: DataConfig, say: Callable[[str], None] = print) -> PreparedD
         return _open(folder, fingerprint)
 
     say(f"preparing {config.source} data in {folder}")
-    cache.mkdir(parents=True, exist_ok=True)
-    building = cache / f".{folder.name}-{secrets.token_hex(4)}"
-    building.mkdir()
-    try:
+    with _temporary(cache, folder.name) as building:
         manifest = _build(building, corpus, pretrained, config)
-        manifest |= {"fingerprint": fingerprint, "identity": identity}
+        checksums = {path.name: sha256(path) for path in sorted(building.iterdir())}
+        manifest |= {"fingerprint": fingerprint, "identity": identity, "sha256": checksums}
         _write(building / "manifest.json", json.dumps(manifest, indent=2).encode())
         try:
             os.rename(building, folder)
@@ -118,9 +119,32 @@ def prepare(config: DataConfig, say: Callable[[str], None] = print) -> PreparedD
             # Another process made the same entry first; its content is the same.
             if not folder.is_dir():
                 raise
+    return _open(folder, fingerprint)
+
+
+@contextmanager
+def _temporary(cache: Path, name: str) -> Iterator[Path]:
+    """A folder to build an entry in, gone afterwards. What killed preparations left behind is removed first."""
+    building, lock = cache / f".{name}-{secrets.token_hex(4)}", -1
+    try:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = os.open(cache, os.O_RDONLY)
+            # Builders share the lock: who has it alone knows that the makers of what lies there are dead.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in cache.glob(f".*-{'[0-9a-f]' * 16}-{'[0-9a-f]' * 8}"):
+                    shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):  # a file system without locks keeps what lies there
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            building.mkdir()
+        except OSError as error:
+            raise ValueError(f"data.cache_dir {cache} cannot be written ({error.strerror}): choose another") from None
+        yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return _open(folder, fingerprint)
+        if lock >= 0:
+            os.close(lock)
 
 
 def _open(folder: Path, fingerprint: str) -> PreparedData:
@@ -129,12 +153,10 @@ def _open(folder: Path, fingerprint: str) -> PreparedData:
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["fingerprint"] != fingerprint:
             raise ValueError(f"{folder} was made from other data or settings: {remedy}")
-        width = np.dtype(manifest["dtype"]).itemsize
-        for split in SPLITS:
-            bytes_on_disk = sum((folder / name).stat().st_size for name in manifest[split]["shards"])
-            if bytes_on_disk != manifest[split]["tokens"] * width:
-                raise ValueError(f"the {split} shards in {folder} are not whole: {remedy}")
-    except (OSError, json.JSONDecodeError, KeyError) as error:
+        for name, checksum in manifest["sha256"].items():
+            if sha256(folder / name) != checksum:
+                raise ValueError(f"{folder / name} is not as it was written: {remedy}")
+    except (OSError, UnicodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is damaged ({error}): {remedy}") from error
     return PreparedData(folder, manifest)
 
@@ -142,7 +164,7 @@ def _open(folder: Path, fingerprint: str) -> PreparedData:
 def _build(folder: Path, corpus: Corpus, pretrained: Tokenizer | None, config: DataConfig) -> dict:
     groups = [document.group for document in corpus]
     if not groups:
-        raise ValueError(f"data.source {config.source} holds no document")
+        raise ValueError(f"data.source {config.source} {config.path or ''} holds no document")
     held_out = held_out_groups(groups, config.val_fraction, config.split_seed)
 
     def texts(split: str) -> Iterator[str]:
@@ -157,7 +179,7 @@ def _build(folder: Path, corpus: Corpus, pretrained: Tokenizer | None, config: D
 
     tokenizer = pretrained or tok.train_tokenizer(texts("train"), config.vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
-    vocab_size = tokenizer.get_vocab_size()
+    vocab_size = tok.vocabulary_size(tokenizer)
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     counts = {split: _write_split(folder, split, texts(split), tokenizer, dtype) for split in SPLITS}
     return {

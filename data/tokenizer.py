@@ -74,6 +74,11 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     raise ValueError(f"the tokenizer has none of the end-of-text tokens {', '.join(END_OF_TEXT_NAMES)}")
 
 
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id; some tokenizers leave ids unused."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of UTF-8 text each id stands for, also where it ends inside a character; b"" for special tokens."""
     # GPT-2's byte-level alphabet: printable bytes are themselves, the others are moved up from 256 on.
@@ -81,7 +86,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     moved = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(moved)}
     added = tokenizer.get_added_tokens_decoder()
-    table = [b""] * tokenizer.get_vocab_size()
+    table = [b""] * vocabulary_size(tokenizer)
     for name, token in tokenizer.get_vocab().items():
         if token not in added:
             table[token] = bytes(byte_of[character] for character in name)

@@ -154,8 +154,14 @@ def evaluate(config: EvaluateConfig) -> dict:
     experiment = parse_experiment(["--config", str(run / "config.yaml"), *arguments])
     data = prepare(experiment.data)
     state = checkpoint.read_state(path)
-    if data.manifest["tokenizer_sha256"] != state["tokenizer_sha256"]:
-        raise ValueError(f"{path} was trained with another tokenizer than {data.folder} holds: train it again")
+    # An imported model has no data of its own.
+    if data.manifest["tokenizer_sha256"] != state["tokenizer_sha256"] or state["data_fingerprint"] not in (
+        None,
+        data.manifest["fingerprint"],
+    ):
+        raise ValueError(
+            f"{path} was trained on other data than its settings give now: bring back the text, or train it again"
+        )
     model = checkpoint.load_model(path, choose_device(config.device))
     lengths = {
         "checkpoint": path.name,
