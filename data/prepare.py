@@ -11,6 +11,7 @@ SHA-256 when it is opened.
 """
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -34,6 +35,8 @@ from data.corpus import Corpus, held_out_groups, open_corpus, sha256
 
 # Raise when the same settings would give other bytes than before.
 FORMAT = 1
+# The disk, a quota or a limit on file sizes.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_TOKENS = 2**27
 SPLITS = ("train", "val")
 # Settings that decide what is in the cache; the others (context, cache_dir) only how it is read.
@@ -141,6 +144,11 @@ def _temporary(cache: Path, name: str) -> Iterator[Path]:
         except OSError as error:
             raise ValueError(f"data.cache_dir {cache} cannot be written ({error.strerror}): choose another") from None
         yield building
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        reason = f"{error.strerror}; make room, or choose another data.cache_dir"
+        raise OSError(f"cannot write {building}: {reason}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
         if lock >= 0:
@@ -178,7 +186,7 @@ def _build(folder: Path, corpus: Corpus, pretrained: Tokenizer | None, config: D
                 yield document.text[cut:] if split == "val" else document.text[:cut]
 
     tokenizer = pretrained or tok.train_tokenizer(texts("train"), config.vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     vocab_size = tok.vocabulary_size(tokenizer)
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     counts = {split: _write_split(folder, split, texts(split), tokenizer, dtype) for split in SPLITS}

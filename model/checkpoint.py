@@ -154,7 +154,7 @@ def load_weights(model: Transformer, checkpoint: Path) -> None:
     _check(checkpoint, WEIGHTS, read_state(checkpoint))
     try:
         model.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS), strict=True)
-    except RuntimeError as error:
+    except (RuntimeError, safetensors.SafetensorError) as error:
         raise ValueError(f"{checkpoint} does not fit the model: {' '.join(str(error).split())}") from error
 
 

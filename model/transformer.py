@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         self, tokens: Int[Tensor, "batch seq"], cache: KVCache | None = None
     ) -> Float[Tensor, "batch vocab"]:
         """Logits of the token after the last of `tokens`; the head runs on that one alone."""
-        return self.logits(self.hidden_states(tokens, cache=cache)[:, -1])
+        return self.logits(self.hidden_states(tokens, cache=cache)[:, -1:])[:, 0]
 
     def forward(
         self,

@@ -120,7 +120,7 @@ def test_other_shapes_and_unknown_settings_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="magic"):
         checkpoint.load_model(path)
     del state["model"]["magic"], state["model"]["rope"]["theta"]
-    (path / "state.json").write_text(json.dumps(state))
+    (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
     with pytest.raises(ValueError, match="theta"):
         checkpoint.load_model(path)
 

@@ -286,7 +286,7 @@ def test_a_malicious_pickle_in_a_run_folder_runs_nothing(small_run: list[str], t
 
     run = go(small_run, "--train.steps=2")
     path = checkpoint.latest(run)
-    for name in ("optimizer.pt", "model.safetensors"):
+    for name in ("model.safetensors", "optimizer.pt"):
         torch.save({"x": Evil()}, path / name)
         state = json.loads((path / "state.json").read_text())
         state["sha256"][name] = checkpoint._sha256(path / name)
