@@ -291,7 +291,7 @@ def test_a_malicious_pickle_in_a_run_folder_runs_nothing(small_run: list[str], t
         state = json.loads((path / "state.json").read_text())
         state["sha256"][name] = checkpoint._sha256(path / name)
         (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
-        one_line(run_program("train.py", *small_run, "--resume=true"), 2, f"{path / name}")
+        one_line(run_program("train.py", *small_run, "--resume=true"), 2, f"{path}")
     one_line(run_program("scripts/generate.py", run), 2, f"{path}")
     assert not (tmp_path / "owned").exists()
 
