@@ -7,11 +7,17 @@ import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from configs.schema import Experiment, SettingsError, to_yaml
+from configs.schema import Experiment, ModelOverride, SettingsError, to_yaml
+from data.tokenizer import fingerprint, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from model.transformer import Transformer
 
 # What a resumed run may not change: it would no longer be the same run.
 FIXED_ON_RESUME = ("model", "data", "seed", "train.batch_size")
@@ -75,6 +81,33 @@ class Hold:
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             os.close(self.handle)
+
+
+def open_model(
+    name: str, override: ModelOverride, device: str = "cpu"
+) -> tuple[Path, dict[str, Any], "Tokenizer", "Transformer"]:
+    """Checkpoint, state, tokenizer and model of a run folder's newest checkpoint, or of the checkpoint of that name.
+
+    FileNotFoundError if there is none; ValueError if it is damaged or its tokenizer is not the one it was trained with.
+    """
+    from model import checkpoint
+
+    path = Path(name)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist: give a run folder such as runs/small-rope")
+    path = path if (path / checkpoint.STATE).is_file() else checkpoint.latest(path)
+    state, file = checkpoint.read_state(path), path.resolve().parent.parent / "tokenizer.json"
+    tokenizer = load_tokenizer(file)
+    if fingerprint(tokenizer) != state["tokenizer_sha256"]:
+        raise ValueError(f"{file} is not the tokenizer that {path} was trained with")
+    scaling = override.rope.scaling
+    return path, state, tokenizer, checkpoint.load_model(path, device, None if scaling.kind == "none" else scaling)
+
+
+def refuse_used(folder: Path) -> None:
+    """SettingsError if there is something where a new folder is to be made."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SettingsError(f"{folder} exists and is not empty: choose another name")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, s
 
 from configs.tracking import TrackingConfig
 from data.config import DataConfig
-from model.config import SCALING_KINDS, ModelConfig
+from model.config import SCALING_KINDS, ModelConfig, ScalingConfig
 
 SHIPPED = Path(__file__).parent
 T = TypeVar("T")
@@ -173,6 +173,20 @@ class Experiment:
     def contexts(self) -> list[int]:
         """Contexts of the length curve in tokens, ascending."""
         return sorted({max(1, round(ratio * self.data.context)) for ratio in self.eval.length_ratios})
+
+
+@dataclass(frozen=True)
+class RopeOverride:
+    """What may be changed of a trained model's RoPE; kind none leaves it as it was trained."""
+
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+
+
+@dataclass(frozen=True)
+class ModelOverride:
+    """What may be changed of a trained model."""
+
+    rope: RopeOverride = field(default_factory=RopeOverride)
 
 
 def _at_least(section: object, prefix: str, smallest: int, *names: str) -> None:

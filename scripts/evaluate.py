@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +152,8 @@ def evaluate(config: EvaluateConfig) -> dict:
     path = checkpoint.latest(run)
     arguments = [f"--eval.length_targets={config.targets}", f"--eval.batch_tokens={config.batch_tokens}"]
     experiment = parse_experiment(["--config", str(run / "config.yaml"), *arguments])
+    if experiment.data.tokenizer:  # the run's own copy is the same one, and moves with it
+        experiment = replace(experiment, data=replace(experiment.data, tokenizer=str(run / "tokenizer.json")))
     data = prepare(experiment.data)
     state = checkpoint.read_state(path)
     # An imported model has no data of its own.

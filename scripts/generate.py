@@ -9,25 +9,10 @@ import torch
 # So that `python scripts/generate.py` works like `python -m scripts.generate`, from any folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.schema import parse, run_guarded
-from data.tokenizer import TextStream, end_of_text_id, fingerprint, load_tokenizer
-from model import checkpoint
-from model.config import ScalingConfig
+from configs.run_folder import open_model
+from configs.schema import ModelOverride, parse, run_guarded
+from data.tokenizer import TextStream, end_of_text_id
 from model.generation import check_sampling, generate
-
-
-@dataclass(frozen=True)
-class RopeOverride:
-    """What may be changed of a trained model's RoPE; kind none leaves it as it was trained."""
-
-    scaling: ScalingConfig = field(default_factory=ScalingConfig)
-
-
-@dataclass(frozen=True)
-class ModelOverride:
-    """What may be changed of a trained model."""
-
-    rope: RopeOverride = field(default_factory=RopeOverride)
 
 
 @dataclass(frozen=True)
@@ -58,23 +43,9 @@ class GenerateConfig:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give 0 or more")
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path` or the newest one of the run there; FileNotFoundError if there is none."""
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist: give a run folder such as runs/small-rope")
-    return path if (path / checkpoint.STATE).is_file() else checkpoint.latest(path)
-
-
 def write(config: GenerateConfig) -> None:
     """Print the prompt and what the model makes of it, as it is made."""
-    path = find_checkpoint(Path(config.run))
-    state = checkpoint.read_state(path)
-    tokenizer = load_tokenizer(path.parent.parent / "tokenizer.json")
-    if fingerprint(tokenizer) != state["tokenizer_sha256"]:
-        raise ValueError(f"{path.parent.parent / 'tokenizer.json'} is not the tokenizer that {path} was trained with")
-    scaling = config.model.rope.scaling
-    model = checkpoint.load_model(path, config.device, None if scaling.kind == "none" else scaling)
-
+    _, state, tokenizer, model = open_model(config.run, config.model, config.device)
     end_of_text = end_of_text_id(tokenizer)
     ids = tokenizer.encode(config.prompt, add_special_tokens=False).ids or [end_of_text]
     trained = state["context"]

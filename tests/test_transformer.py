@@ -10,6 +10,7 @@ import torch
 from configs.schema import parse_experiment
 from model.config import SCALING_KINDS, ModelConfig, ScalingConfig
 from model.generation import KVCache
+from model.hub import llama_config, to_llama
 from model.positions import ENCODINGS
 from model.scoring import token_losses
 from model.transformer import Transformer
@@ -33,39 +34,8 @@ def test_logits_equal_transformers_llama(tied: bool, kv_heads: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = build(tie_embeddings=tied, n_kv_heads=kv_heads)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
-            tie_word_embeddings=tied,
-            rms_norm_eps=1e-5,
-            max_position_embeddings=4096,
-        )
-    ).eval()
-    # Their rotary pairs are (i, i + d/2), ours (2i, 2i + 1): rows of q and k move accordingly.
-    to_halves = torch.cat((torch.arange(0, 8, 2), torch.arange(1, 8, 2)))
-    names = {"out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-    names |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    weights = {}
-    for name, tensor in ours.state_dict().items():
-        parts = name.split(".")
-        if parts[0] == "blocks":
-            layer = f"model.layers.{parts[1]}"
-            if parts[-2] == "qkv":
-                heads = tensor.unflatten(0, (-1, 8)).split((4, kv_heads, kv_heads))
-                for part, rows in zip("qkv", heads, strict=True):
-                    rows = rows if part == "v" else rows[:, to_halves]
-                    weights[f"{layer}.self_attn.{part}_proj.weight"] = rows.flatten(0, 1)
-            else:
-                weights[f"{layer}.{names[parts[-2]]}.weight"] = tensor
-        else:
-            top = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[parts[0]]
-            weights[f"{top}.weight"] = tensor
-    missing = theirs.load_state_dict(weights, strict=False)
+    theirs = LlamaForCausalLM(LlamaConfig(**llama_config(ours.config, VOCAB, 4096))).eval()
+    missing = theirs.load_state_dict(to_llama(ours), strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= ({"lm_head.weight"} if tied else set())
     x = ids(2, 200)
     with torch.no_grad():
