@@ -15,6 +15,7 @@ from configs.schema import Experiment, ModelOverride, SettingsError, to_yaml
 from data.tokenizer import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
     from model.transformer import Transformer
@@ -84,7 +85,7 @@ class Hold:
 
 
 def open_model(
-    name: str, override: ModelOverride, device: str = "cpu"
+    name: str, override: ModelOverride, device: "str | torch.device" = "cpu"
 ) -> tuple[Path, dict[str, Any], "Tokenizer", "Transformer"]:
     """Checkpoint, state, tokenizer and model of a run folder's newest checkpoint, or of the checkpoint of that name.
 
@@ -100,8 +101,8 @@ def open_model(
     tokenizer = load_tokenizer(file)
     if fingerprint(tokenizer) != state["tokenizer_sha256"]:
         raise ValueError(f"{file} is not the tokenizer that {path} was trained with")
-    scaling = override.rope.scaling
-    return path, state, tokenizer, checkpoint.load_model(path, device, None if scaling.kind == "none" else scaling)
+    scaling = None if override.rope.scaling.kind == "none" else override.rope.scaling
+    return path, state, tokenizer, checkpoint.load_model(path, device, scaling, override.window)
 
 
 def refuse_used(folder: Path) -> None:

@@ -187,6 +187,12 @@ class ModelOverride:
     """What may be changed of a trained model."""
 
     rope: RopeOverride = field(default_factory=RopeOverride)
+    window: int | None = None
+    """Tokens that attention may reach back, itself included; null leaves that as it was trained."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"model.window is {self.window}: give 1 or more")
 
 
 def _at_least(section: object, prefix: str, smallest: int, *names: str) -> None:
@@ -332,7 +338,15 @@ def _parse(
     parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
     parser.add_class_arguments(settings, as_group=False, skip=set(positional))
 
-    known = _keys(settings)
+    kinds = _keys(settings)
+    known = set(kinds)
+    # A switch may stand alone: --resume is --resume true.
+    alone = {f"--{key}" for key, kind in kinds.items() if kind is bool}
+    follows = [*arguments[1:], "--"]
+    arguments = [
+        f"{argument}=true" if argument in alone and after.startswith("--") else argument
+        for argument, after in zip(arguments, follows, strict=True)
+    ]
     # jsonargparse has a --print_config of its own, tied to its own reader of files.
     print_config = config_file and "--print_config" in arguments
     arguments = [argument for argument in arguments if argument != "--print_config"]
@@ -397,11 +411,11 @@ def _option(arguments: list[str], flag: str) -> list[str]:
     return values + [b for a, b in itertools.pairwise(arguments) if a == flag]
 
 
-def _keys(settings: type, prefix: str = "") -> set[str]:
-    """Dotted names of all settings and sections of a dataclass."""
-    keys = set()
+def _keys(settings: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted names of all settings and sections of a dataclass, with their types."""
+    keys: dict[str, Any] = {}
     for f in dataclasses.fields(settings):
-        keys.add(prefix + f.name)
+        keys[prefix + f.name] = f.type
         if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
             keys |= _keys(f.type, f"{prefix}{f.name}.")
     return keys

@@ -129,6 +129,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     end_of_text: int | None = None,
+    vocab_size: int | None = None,
     forward: Callable[..., Float[Tensor, "batch seq vocab"]] | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next id of every row until each has made max_new_tokens or its end-of-text.
@@ -142,6 +143,7 @@ def generate(
         prompts: ids of each row's prompt.
         generators: see sample_next.
         end_of_text: the id that ends a row.
+        vocab_size: ids from here on only pad the embedding matrix and are never made.
         forward: what is called instead of the model's last_logits, such as a compiled form of it.
 
     Raises:
@@ -163,7 +165,7 @@ def generate(
         for length in itertools.count(shortest):
             if not any(left):
                 return
-            chosen = sample_next(forward(tokens, cache), generators, temperature, top_k, top_p).tolist()
+            chosen = sample_next(forward(tokens, cache)[:, :vocab_size], generators, temperature, top_k, top_p).tolist()
             made: list[int | None] = [None] * rows
             for row, prompt in enumerate(prompts):
                 if length < lengths[row]:

@@ -321,7 +321,9 @@ def test_draws_follow_what_the_filters_keep(logits: list[float], temperature: fl
     expected = kept(logits, temperature, top_k, top_p)
     draws, generator = 4000, torch.Generator().manual_seed(0)
     rows = torch.tensor([logits]).expand(draws, -1)
-    counts = torch.bincount(sample_next(rows, [generator] * draws, temperature, top_k, top_p), minlength=len(logits)).tolist()
+    counts = torch.bincount(
+        sample_next(rows, [generator] * draws, temperature, top_k, top_p), minlength=len(logits)
+    ).tolist()
     assert max(expected, key=expected.get) == logits.index(max(logits))
     for i, count in enumerate(counts):
         p = expected.get(i, 0.0)
