@@ -342,10 +342,9 @@ def _parse(
     known = set(kinds)
     # A switch may stand alone: --resume is --resume true.
     alone = {f"--{key}" for key, kind in kinds.items() if kind is bool}
-    follows = [*arguments[1:], "--"]
     arguments = [
         f"{argument}=true" if argument in alone and after.startswith("--") else argument
-        for argument, after in zip(arguments, follows, strict=True)
+        for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue="--")
     ]
     # jsonargparse has a --print_config of its own, tied to its own reader of files.
     print_config = config_file and "--print_config" in arguments

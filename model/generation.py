@@ -165,16 +165,21 @@ def generate(
         for length in itertools.count(shortest):
             if not any(left):
                 return
-            chosen = sample_next(forward(tokens, cache)[:, :vocab_size], generators, temperature, top_k, top_p).tolist()
+            logits = forward(tokens, cache)[:, :vocab_size]
+            # Rows that still read or have ended draw nothing, so that their generators stand still.
+            drawing = [row for row in range(rows) if lengths[row] <= length and left[row]]
+            draws = generators and [generators[row] for row in drawing]
+            drawn = sample_next(logits[drawing], draws, temperature, top_k, top_p).tolist() if drawing else []
             made: list[int | None] = [None] * rows
-            for row, prompt in enumerate(prompts):
-                if length < lengths[row]:
-                    chosen[row] = prompt[length]
-                elif left[row]:
-                    made[row] = chosen[row]
-                    left[row] = 0 if chosen[row] == end_of_text else left[row] - 1
-            if any(token is not None for token in made):
+            for row, token in zip(drawing, drawn, strict=True):
+                made[row], left[row] = token, 0 if token == end_of_text else left[row] - 1
+            if drawing:
                 yield made
-            tokens = torch.tensor(chosen, device=device)[:, None]
+            # What a row that has ended is fed does not matter.
+            fed = [
+                prompt[length] if length < len(prompt) else token or 0
+                for prompt, token in zip(prompts, made, strict=True)
+            ]
+            tokens = torch.tensor(fed, device=device)[:, None]
     finally:
         model.train(was_training)

@@ -1,12 +1,21 @@
 """Sampling, and text that goes on past the trained length."""
 
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import run_program
+from conftest import ROOT, run_program
 
 from model import generation
-from model.config import ModelConfig
+from model.config import SCALING_KINDS, ModelConfig, RopeConfig, ScalingConfig
 from model.generation import generate, sample_next
+from model.positions import ENCODINGS
 from model.transformer import Transformer
 from scripts import generate as write
 
@@ -66,6 +75,58 @@ def test_greedy_text_equals_the_uncached_loop(position: str, prompt: int):
         for _ in range(60):
             x = torch.cat((x, m.eval()(x)[:, -1:].argmax(-1)), dim=1)
     assert torch.equal(made, x[:, prompt:])
+
+
+KINDS = [kind for kind in SCALING_KINDS if kind != "none"]
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, *KINDS, "window"])
+def test_prompts_of_unequal_length_go_on_as_each_would_alone(name: str):
+    """Every encoding, every way of stretching and a window, to three times the trained length of 20, against the uncached loop."""
+    rope = RopeConfig(scaling=ScalingConfig(name, factor=3.0, trained_length=20)) if name in KINDS else RopeConfig()
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, "init_std": 0.2}
+    position = name if name in ENCODINGS else "rope"
+    m = Transformer(ModelConfig(position=position, rope=rope, window=6 if name == "window" else None, **shape), 50)
+    prompts = [[7], list(range(1, 6)), list(range(20, 29))]
+    made = list(generate(m, prompts, 51, temperature=0.0))
+    rows = [[step[row] for step in made if step[row] is not None] for row in range(3)]
+    for prompt, row in zip(prompts, rows, strict=True):
+        x = torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in range(51):
+                x = torch.cat((x, m.eval()(x)[:, -1:].argmax(-1)), dim=1)
+        assert row == x[0, len(prompt) :].tolist()
+    # The rest of a longer prompt is read without making anything.
+    assert [step.index(None) if None in step else None for step in made[:9]] == [1, 1, 1, 1, 2, 2, 2, 2, None]
+    other = list(generate(m, [[3, 4]], 9, temperature=0.0))
+    assert (
+        list(generate(m, prompts, 51, temperature=0.0)) == made
+        and list(generate(m, [[3, 4]], 9, temperature=0.0)) == other
+    )
+
+
+def test_a_sample_does_not_depend_on_the_others_beside_it():
+    m = model()
+
+    def texts(prompts: list[list[int]], seeds: list[int], **settings: object) -> list[list[int]]:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        made = list(generate(m, prompts, 30, generators=generators, **settings))
+        return [[step[row] for step in made if step[row] is not None] for row in range(len(prompts))]
+
+    alone = [texts([prompt], [seed])[0] for prompt, seed in (([1, 2], 0), ([1, 2], 1), ([4] * 7, 2))]
+    assert alone == texts([[1, 2], [1, 2], [4] * 7], [0, 1, 2]) and alone[0] != alone[1]
+    # A row that ends keeps still, and the others go on as before.
+    end = next(token for token in alone[0][2:20] if token not in alone[1])
+    cut = texts([[1, 2], [1, 2]], [0, 1], end_of_text=end)
+    assert cut == [alone[0][: alone[0].index(end) + 1], alone[1]]
+    assert len(list(generate(m, [[3], [3, 4]], 0))) == 0
+
+
+def test_ids_that_only_pad_the_embedding_are_never_made():
+    m = model()
+    settings = {"generators": seeded(8), "temperature": 100.0}
+    made = {token for step in generate(m, [[1]] * 8, 60, vocab_size=10, **settings) for token in step}
+    assert made == set(range(10))
 
 
 def test_seeds_decide_and_the_global_generator_is_untouched():
@@ -146,11 +207,74 @@ def test_cache_is_sized_to_the_request(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(generation, "KVCache", Watched)
     m = Transformer(ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=64), 50)
-    assert len(list(generate(m, torch.ones(2, 5, dtype=torch.long), 7, temperature=0.0))) == 7
+    assert len(list(generate(m, [[1] * 5] * 2, 7, temperature=0.0))) == 7
     (cache,) = made
     # layers x batch x key/value heads x (prompt + new tokens) x head dim
     assert cache.keys.numel() == cache.values.numel() == 3 * 2 * 2 * (5 + 7) * 8
     assert cache.tokens.shape == cache.positions.shape == (2, 12)
+
+
+def test_program_makes_samples_of_many_prompts_and_json(run, tmp_path: Path):
+    (tmp_path / "prompts").write_text("the rope\n\nünder 🙂 the cable\nthe rope\n", encoding="utf-8")
+    common = ["scripts/generate.py", run, "--max_new_tokens=12", "--seed=5"]
+    done = run_program(*common, f"--prompts_file={tmp_path / 'prompts'}", "--samples=2", "--json")
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(t["prompt"], t["sample"], t["seed"]) for t in texts] == [
+        (prompt, sample, 5 + sample)
+        for prompt in ("the rope", "", "ünder 🙂 the cable", "the rope")
+        for sample in (0, 1)
+    ]
+    assert all((t["tokens"] == 12 and t["finish"] == "length") or t["finish"] == "end_of_text" for t in texts)
+    assert texts[0] == {**texts[6]} and texts[0]["text"] != texts[1]["text"]
+    for prompt, text in (("the rope", texts[0]), ("ünder 🙂 the cable", texts[4])):
+        one = run_program(*common, f"--prompt={prompt}")
+        assert one.stdout == f"{prompt}{text['text']}\n"
+    plain = run_program(*common, f"--prompt_file={tmp_path / 'prompts'}", "--samples=2")
+    assert plain.stdout.startswith("--- prompt 1, sample 1\nthe rope\n\nünder")
+
+
+def test_program_reads_standard_input(run):
+    command = [sys.executable, ROOT / "scripts/generate.py", run, "--max_new_tokens=3"]
+    done = subprocess.run([*command, "--prompt_file=-"], input="the\nrope", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("the\nrope")
+    bad = subprocess.run([*command, "--prompt_file=-"], input=b"\xff\xfe", capture_output=True)
+    assert bad.returncode == 2 and b"- is not UTF-8 text" in bad.stderr and bad.stderr.count(b"\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_interactive_mode_edits_lines_stops_answers_and_ends(run):
+    """In a terminal: Ctrl-A edits the line, Ctrl-C stops an endless answer, Ctrl-D ends the program."""
+    import pty
+
+    terminal, other = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "scripts/generate.py", run, "--interactive", "--max_new_tokens=100000"],
+        stdin=other, stdout=other, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(other)
+    shown = ""
+
+    def until(words: str) -> None:
+        nonlocal shown
+        while words not in shown:
+            shown += os.read(terminal, 4096).decode(errors="replace")
+
+    until("> ")
+    os.write(terminal, b"rope\x01the \n")
+    until("\nthe rope")
+    shown = ""
+    os.write(terminal, b"\x03")
+    until("> ")
+    shown = ""
+    os.write(terminal, b"walks\n")
+    until("\nwalks")
+    os.write(terminal, b"\x03")
+    shown = ""
+    until("> ")
+    os.write(terminal, b"\x04")
+    assert process.wait(timeout=30) == 0
+    assert b"Traceback" not in process.stderr.read()
 
 
 @pytest.mark.parametrize("prompt", ["", "\n", "🙂", "the rope " * 60])
@@ -166,6 +290,11 @@ def test_program_takes_any_prompt(run, prompt: str):
         (["configs"], "configs holds no checkpoint"),
         (["RUN", "--top_p=1.5"], "top_p is 1.5"),
         (["RUN", "--max_new_tokens=-1"], "max_new_tokens is -1"),
+        (["RUN", "--samples=0"], "samples is 0"),
+        (["RUN", "--prompt=a", "--interactive"], "prompt and interactive are given"),
+        (["RUN", "--prompt_file=nowhere.txt"], "nowhere.txt"),
+        (["RUN", "--model.window=0"], "model.window is 0"),
+        (["RUN", "--device=gpu"], "device is 'gpu'"),
         (["RUN", "--temprature=1"], "did you mean --temperature?"),
         ([], "required: run"),
         (["RUN", "--model.rope.scaling.kind=dinamic"], "choose one of none, linear"),
