@@ -132,7 +132,9 @@ def test_without_the_change_of_rows_logits_differ(make_run):
 @pytest.mark.parametrize("kind", [None, "yarn", "dynamic"])
 def test_greedy_text_is_that_of_transformers(make_run, kind: str | None):
     """Three times past the trained length, with the generation settings that are exported."""
-    run = make_run(embedding_rms=0.11, n_kv_heads=2)
+    run = make_run(
+        embedding_rms=0.11, n_kv_heads=2, init_std=0.6
+    )  # writes varied text, which the cache of dynamic changes
     flags = (f"--model.rope.scaling.kind={kind}", "--model.rope.scaling.factor=4") if kind else ()
     folder, ours = exported(run, *flags), stretched(run, flags)
     prompt = ids(ours.vocab_size, 1, 5)
@@ -140,7 +142,7 @@ def test_greedy_text_is_that_of_transformers(make_run, kind: str | None):
     llama = theirs(folder)
     llama.generation_config.eos_token_id = None  # neither stops early
     text = llama.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)
-    assert text[0, 5:].tolist() == made and len(set(made)) > 5
+    assert text[0, 5:].tolist() == made and len(set(made)) > 30
 
 
 def test_tokenizer_gives_the_same_ids(make_run, tokenizer):
@@ -259,11 +261,14 @@ def test_wrong_places_are_refused(make_run, tmp_path: Path, capsys):
     assert "give the trained length as --context" in refused(import_hf.main, capsys, "a", "b", "--data.context=9")
 
 
-def test_pushing_needs_an_account(make_run, tmp_path: Path):
-    nobody = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "", "HUGGING_FACE_HUB_TOKEN": "", "HF_TOKEN_PATH": "none"}
-    done = run_program("scripts/export_hf.py", make_run(), tmp_path / "out", "--push_to=me/it", **nobody)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "you are not logged in" in done.stderr
-    assert not (tmp_path / "out").exists()
+def test_pushing_needs_an_account(make_run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    from huggingface_hub import constants
+
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    line = refused(export_hf.main, capsys, make_run(), tmp_path / "out", "--push_to=me/it")
+    assert "push_to is me/it, but you are not logged in" in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
