@@ -28,7 +28,7 @@ from model.transformer import Transformer
 
 # --- settings
 
-# Each example reads settings three times: to shrink one would take minutes.
+# To shrink an example of many settings takes minutes.
 PLAIN = settings(phases=[Phase.generate], max_examples=10)
 # What a file name or a note may look like: numbers, YAML and quotes among them. A NUL ends an argument of a program.
 TEXTS = st.one_of(
@@ -260,7 +260,7 @@ def test_any_documents_survive_the_way_to_disk_and_back(texts: list[str], json_l
 # --- checkpoints
 
 
-@settings(max_examples=25)
+@settings(PLAIN, max_examples=25)
 @given(model_configs(most=50), st.integers(1, 60), st.integers(0, 10**7 - 1), st.none() | st.floats(0, 1e6), st.data())
 def test_a_checkpoint_gives_back_any_small_model(
     config: ModelConfig, vocab: int, step: int, val_loss: float | None, data: st.DataObject
