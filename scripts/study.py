@@ -2,7 +2,8 @@
 `python scripts/study.py --config small.yaml --positions rope sinusoidal alibi nope --seeds 0 1 2`.
 
 What is finished is skipped and what was interrupted goes on from its last checkpoint, so the same command can be
-given again after any accident. Every other flag is passed on to train.py.
+given again after any accident. A run that an earlier, killed study left training is not touched: its folder is held.
+Every other flag is passed on to train.py.
 """
 
 import json
