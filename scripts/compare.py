@@ -263,8 +263,8 @@ class Comparison:
         crop = spread([run.at(self.trained) for run in group])
         return Table(
             f"{position}: reading further without training (zero-shot)",
-            f"nats/token on the same targets; cropping gives {crop}. window: attention limited to the last {self.trained} tokens. "
-            "The others stretch RoPE by context / trained length.",
+            f"nats/token on the same targets; cropping gives {crop}. window: attention limited to the last {self.trained} tokens."
+            + (" The others stretch RoPE by context / trained length." if len(names) > 1 else ""),
             ["context", "plain", *names],
             [
                 [
