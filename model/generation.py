@@ -118,7 +118,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
         raise ValueError(f"top_p is {top_p}: give a value in [0, 1]; 1 is off")
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     model: "model.transformer.Transformer",
     prompts: Sequence[Sequence[int]],
