@@ -25,9 +25,14 @@ def token_losses(
 
 @torch.no_grad()
 def score(
-    model: Transformer, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch scored"]
+    model: Transformer,
+    tokens: Int[Tensor, "batch seq"],
+    targets: Int[Tensor, "batch scored"],
+    context: int | None = None,
 ) -> Float[Tensor, "batch scored"]:
     """Nats of the targets that follow the last `scored` of `tokens`, each seen with all tokens before it.
+
+    With `context`, the tokens stand at the end of so many positions.
 
     The head runs on the scored positions only, so a long context costs no memory for unused logits.
     The model's train/eval mode is restored.
@@ -35,7 +40,9 @@ def score(
     was_training = model.training
     model.eval()
     try:
-        hidden = model.hidden_states(tokens)[:, -targets.shape[1] :]
+        end = context or tokens.shape[1]
+        positions = torch.arange(end - tokens.shape[1], end, device=tokens.device)[None]
+        hidden = model.hidden_states(tokens, positions)[:, -targets.shape[1] :]
         return token_losses(model.logits(hidden), targets)
     finally:
         model.train(was_training)
@@ -52,6 +59,8 @@ def score_windows(
 ) -> Iterator[tuple[Float[Tensor, "batch scored"], Int[Tensor, "batch scored"]]]:
     """Score the last `scored` targets of every window, some windows at a time.
 
+    Where attention is limited, what no target can see through all layers is not fed.
+
     Args:
         read: reads windows.
         starts: array of where the windows start, `(windows,)`.
@@ -61,12 +70,14 @@ def score_windows(
     Yields nats and target ids of each batch, on the CPU and in order.
     """
     device = model.embedding.weight.device
-    batch_size = max(1, batch_tokens // context)
+    window = model.config.window
+    seen = context if window is None else min(context, scored + model.config.n_layers * (window - 1))
+    batch_size = max(1, batch_tokens // seen)
     for first in range(0, len(starts), batch_size):
-        x, y = read(starts[first : first + batch_size], context)
+        x, y = read(starts[first : first + batch_size] + (context - seen), seen)
         targets = y[:, -scored:].contiguous()
         with autocast:
-            nats = score(model, x.to(device), targets.to(device))
+            nats = score(model, x.to(device), targets.to(device), context)
         yield nats.cpu(), targets
 
 

@@ -10,6 +10,7 @@ import torch
 from data import batches
 from data.prepare import Tokens
 from model.config import ModelConfig
+from model.positions import ENCODINGS
 from model.scoring import measure, score, score_windows, token_losses
 from model.transformer import Transformer
 from train import reader
@@ -58,6 +59,24 @@ def test_every_validation_target_once_in_any_batch_size(model: Transformer, batc
     reference = score(model, *READ(starts, 20))
     assert torch.allclose(torch.cat(nats), reference, atol=1e-5)
     assert model.training  # as it was
+
+
+@pytest.mark.parametrize("position", ENCODINGS)
+def test_what_a_window_hides_need_not_be_fed(position: str):
+    """Two layers reach back 2 x 4 tokens before the first scored one: feeding those alone gives what feeding all does."""
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "ffn_dim": 64, "init_std": 0.2}
+    model = Transformer(ModelConfig(position=position, window=5, **shape), 50)
+    (nats, targets), *rest = score_windows(model, READ, STARTS[:2], 60, 4, 1000, nullcontext())
+    whole = score(model, READ(STARTS[:2], 60)[0], targets)
+    assert not rest and torch.allclose(nats, whole, atol=1e-5)
+    fed = []
+    hook = model.blocks[0].register_forward_hook(lambda block, inputs, output: fed.append(inputs[0].shape[1]))
+    list(score_windows(model, READ, STARTS[:2], 60, 4, 1000, nullcontext()))
+    hook.remove()
+    assert fed == [4 + 2 * 4]
+    if position != "sinusoidal":
+        less = score(model, READ(STARTS[:2] + 49, 11)[0], targets, 60)
+        assert not torch.allclose(less, whole, atol=1e-5)  # one token less is missed
 
 
 def test_losses_are_fp32_sums_of_log_probabilities():
