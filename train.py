@@ -419,6 +419,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if stop.signal is not None:
         write_run_json(run_dir, status="interrupted")
         tracker.finish(128 + stop.signal)
+        del hold
         print(f"stopped at step {progress.step}, saved; go on with --resume true", file=sys.stderr)
         sys.exit(128 + stop.signal)
 

@@ -138,7 +138,7 @@ def test_greedy_text_is_that_of_transformers(make_run, kind: str | None):
     flags = (f"--model.rope.scaling.kind={kind}", "--model.rope.scaling.factor=4") if kind else ()
     folder, ours = exported(run, *flags), stretched(run, flags)
     prompt = ids(ours.vocab_size, 1, 5)
-    made = [int(token) for token in generate(ours, prompt, 200, temperature=0.0)]
+    made = [token for (token,) in generate(ours, prompt.tolist(), 200, temperature=0.0)]
     llama = theirs(folder)
     llama.generation_config.eos_token_id = None  # neither stops early
     text = llama.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)
