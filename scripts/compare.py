@@ -428,10 +428,10 @@ class Comparison:
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; color: #222; background: #fff; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }} img {{ max-width: 100%; height: auto; }} p {{ overflow-wrap: anywhere; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 0 auto; padding: 1rem; color: #222; background: #fff; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
+th {{ white-space: normal; vertical-align: bottom; }} th:first-child, td:first-child {{ text-align: left; }} img {{ max-width: min(100%, 60rem); height: auto; }} p {{ max-width: 60rem; overflow-wrap: anywhere; }}
 </style></head><body><h1>{title}</h1><p>Runs: {runs}</p>{tables}{figures}</body></html>
 """
 

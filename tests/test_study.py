@@ -137,8 +137,8 @@ onload = () => setTimeout(() => {{ found.textContent = JSON.stringify([...docume
   const page = frame.contentDocument, visible = e => e.getBoundingClientRect().width > 50 && e.getBoundingClientRect().height > 50;
   return {{ width: frame.clientWidth, scroll: page.documentElement.scrollWidth,
     images: [...page.images].map(i => i.complete && i.naturalWidth > 500 && visible(i) && i.getBoundingClientRect().right <= frame.clientWidth),
-    tables: [...page.querySelectorAll("table")].map(t => visible(t) && (t.getBoundingClientRect().right <= frame.clientWidth
-      || getComputedStyle(t.parentNode).overflowX == "auto")) }};
+    tables: [...page.querySelectorAll("table")].map(t => visible(t) && (t.scrollWidth <= t.parentNode.clientWidth
+      || frame.clientWidth < 600 && getComputedStyle(t.parentNode).overflowX == "auto")) }};
 }})) }}, 300) </script>"""
 
 
