@@ -8,7 +8,7 @@ train: .venv/runtime-installed
 	$(BIN)/python train.py --config small.yaml
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 slow: .venv/dev-installed
 	$(BIN)/python -m pytest -m slow -s

@@ -23,6 +23,14 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": 
 os.environ.pop("WANDB_API_KEY", None)
 
 
+# The longest files go first, so that neither of two test processes is left alone with one at the end.
+LONGEST = ("test_study", "test_faults", "test_readme", "test_torture")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 def run_program(
     *arguments: object, cwd: Path = ROOT, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess:

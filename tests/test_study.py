@@ -40,7 +40,7 @@ def study(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tuple[
     folder = tmp_path_factory.mktemp("study")
     done = run_program(
         "scripts/study.py", "--positions", "rope", "sinusoidal", "--seeds", "0", "1", "--wandb=true", "--targets=128",
-        "--fine_tune_steps=2", "--fine_tune_kinds", "none", "yarn",
+        "--fine_tune_steps=2", "--fine_tune_kinds", "yarn",
         *flags(text_folder, folder), "--tracking.mode=offline",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def test_zero_shot_and_fine_tuned_have_tables_of_their_own(study):
     zero_shot = tables["rope: reading further without training (zero-shot)"]
     fine_tuned = tables["RoPE fine-tuned for 2 steps at a context of 128"]
     assert "| context | plain | window | " + " | ".join(KINDS) + " |" in zero_shot
-    assert "| context | none | yarn |" in fine_tuned
+    assert "| context | yarn |" in fine_tuned
     fine = yaml.safe_load((study[0] / "tiny-rope-s1-fine-tuned-yarn" / "config.yaml").read_text())
     assert fine["model"]["rope"]["scaling"]["kind"] == "yarn" and fine["data"]["context"] == 128 and fine["seed"] == 1
 
