@@ -362,8 +362,6 @@ def test_an_id_that_exists_and_offline_resumes_keep_one_continuous_record(small_
     # Never inside the tests' own process: its wandb service would be inherited by every later run.
     assert run_program("train.py", *settings, "--train.steps=5").returncode == 0
     first = json.loads((run / "run.json").read_text())["wandb_id"]
-    copy = tmp_path / "runs" / "copy"
-    shutil.copytree(run, copy)
     for steps in (10, 20):
         done = run_program("train.py", *settings, f"--train.steps={steps}", "--resume=true", WANDB_RUN_ID=first)
         assert done.returncode == 0 and done.stderr == ""
