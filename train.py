@@ -466,6 +466,7 @@ def failures_noted(run_dir: Path, tracker: Wandb, progress: Progress) -> Iterato
             write_run_json(run_dir, status="failed")
         tracker.finish(1)
         place, remedy, flags = f"after step {progress.step}", "mend that", ""
+        reason = f"{error}" if isinstance(error, NonFiniteError | OSError) else f"{type(error).__name__}: {error}"
         if isinstance(error, NonFiniteError):
             place = f"step {progress.step + 1}"
             remedy, flags = "lower train.learning_rate", " --train.learning_rate LOWER"
@@ -473,7 +474,7 @@ def failures_noted(run_dir: Path, tracker: Wandb, progress: Progress) -> Iterato
             remedy = f"make room for {run_dir}"
         found = checkpoint.checkpoints(run_dir)
         raise StoppedError(
-            f"{place}: {error}; "
+            f"{place}: {reason}; "
             + (f"the last good checkpoint is {found[-1]}" if found else "no checkpoint was made yet")
             + f"; {remedy}, then go on with python train.py --config {run_dir}/config.yaml --resume true{flags}"
         ) from error

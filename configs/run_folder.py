@@ -1,5 +1,6 @@
 """The run folder: whose it is, what is known about the run, and metrics.jsonl, which is the complete record."""
 
+import fcntl
 import json
 import os
 import platform
@@ -69,10 +70,6 @@ class Hold:
 
     def __init__(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        try:
-            import fcntl
-        except ImportError:
-            return  # Windows has no flock
         self.handle = os.open(run, os.O_RDONLY)
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -130,7 +130,7 @@ def generate(
     top_p: float = 1.0,
     end_of_text: int | None = None,
     vocab_size: int | None = None,
-    forward: Callable[..., Float[Tensor, "batch seq vocab"]] | None = None,
+    forward: Callable[..., Float[Tensor, "batch vocab"]] | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next id of every row until each has made max_new_tokens or its end-of-text.
 
