@@ -29,9 +29,9 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (config.n_layers, batch, config.kv_heads, capacity, config.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
+        shape = (batch, config.kv_heads, capacity, config.head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        self.values = [torch.empty_like(keys) for keys in self.keys]
         self.tokens = torch.zeros((batch, capacity), dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.length = 0
@@ -54,10 +54,10 @@ class KVCache:
         v: Float[Tensor, "batch kv_heads seq head_dim"],
     ) -> tuple[Float[Tensor, "batch kv_heads keys head_dim"], Float[Tensor, "batch kv_heads keys head_dim"]]:
         """Store the new keys and values of one layer; return views of all of that layer's."""
-        end = self.length + k.shape[2]
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        seq, keys, values = k.shape[2], self.keys[layer], self.values[layer]
+        keys.narrow(2, self.length, seq).copy_(k)
+        values.narrow(2, self.length, seq).copy_(v)
+        return keys.narrow(2, 0, self.length + seq), values.narrow(2, 0, self.length + seq)
 
 
 def sample_next(
@@ -169,7 +169,8 @@ def generate(
             # Rows that still read or have ended draw nothing, so that their generators stand still.
             drawing = [row for row in range(rows) if lengths[row] <= length and left[row]]
             draws = generators and [generators[row] for row in drawing]
-            drawn = sample_next(logits[drawing], draws, temperature, top_k, top_p).tolist() if drawing else []
+            chosen = logits if len(drawing) == rows else logits[drawing]
+            drawn = sample_next(chosen, draws, temperature, top_k, top_p).tolist() if drawing else []
             made: list[int | None] = [None] * rows
             for row, token in zip(drawing, drawn, strict=True):
                 made[row], left[row] = token, 0 if token == end_of_text else left[row] - 1

@@ -22,8 +22,8 @@ from model.transformer import Transformer
 
 # Our names and Llama's: weights of a block, settings of the shape, settings of each way of stretching RoPE.
 BLOCK = {f"ffn.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-BLOCK |= {"attention.out": "self_attn.o_proj", "attention_norm": "input_layernorm"}
-BLOCK |= {"ffn_norm": "post_attention_layernorm"}
+BLOCK |= {"attention.out": "self_attn.o_proj", "attention_norm.weight": "input_layernorm"}
+BLOCK |= {"ffn_norm.weight": "post_attention_layernorm"}
 SHAPE = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 SHAPE |= {"n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size"}
 STRETCHING: dict[str, tuple[str, ...]] = {"linear": (), "dynamic": (), "yarn": ("beta_fast", "beta_slow")}
@@ -90,8 +90,8 @@ def to_llama(model: Transformer) -> dict[str, Tensor]:
     for number in range(config.n_layers):
         block, layer = f"blocks.{number}.", f"model.layers.{number}."
         for name, theirs in BLOCK.items():
-            weights[f"{layer}{theirs}.weight"] = ours[f"{block}{name}.weight"]
-        heads = ours[f"{block}attention.qkv.weight"].unflatten(0, (-1, config.head_dim))
+            weights[f"{layer}{theirs}.weight"] = ours[f"{block}{name}"]
+        heads = ours[f"{block}attention.qkv"].unflatten(0, (-1, config.head_dim))
         parts = heads.split((config.n_heads, config.kv_heads, config.kv_heads))
         for name, rows in zip("qkv", parts, strict=True):
             if name != "v":  # rows of a head as (pair, lane) become (lane, pair)
@@ -151,12 +151,12 @@ def load_llama(folder: Path) -> tuple[Transformer, int]:
             block, layer = f"blocks.{number}.", f"model.layers.{number}."
             for name, theirs in BLOCK.items():
                 tensor = take(f"{layer}{theirs}.weight")
-                state[f"{block}{name}.weight"] = tensor * scale if name in ("attention.out", "ffn.down") else tensor
+                state[f"{block}{name}"] = tensor * scale if name in ("attention.out", "ffn.down") else tensor
             q, k, v = (
                 take(f"{layer}self_attn.{part}_proj.weight").unflatten(0, (-1, config.head_dim)) for part in "qkv"
             )
             q, k = (rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for rows in (q, k))
-            state[f"{block}attention.qkv.weight"] = torch.cat((q, k, v)).flatten(0, 1)
+            state[f"{block}attention.qkv"] = torch.cat((q, k, v)).flatten(0, 1)
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error

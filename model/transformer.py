@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.config import EMBEDDING_STD, ModelConfig
 from model.generation import KVCache
-from model.layers import NORM_EPS, Block
+from model.layers import NORM_EPS, Block, RMSNorm
 from model.positions import encoding_class
 from model.positions.base import PositionEncoding
 
@@ -35,10 +35,9 @@ class Transformer(nn.Module):
         self.encoding = encoding_class(config.position)
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
+        self.norm = RMSNorm(config.dim, eps=NORM_EPS)
         # A tied head is the embedding itself and has no name of its own: nothing to untie by accident.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, vocab_size, bias=False)
-        self.dropout = nn.Dropout(config.dropout)
         self.initialise(seed)
 
     @torch.no_grad()
@@ -78,7 +77,7 @@ class Transformer(nn.Module):
         mask = attention_mask(encoding, seq, past, self.config.window, tokens.device)
 
         x = self.embedding(tokens) * (self.config.embedding_rms / EMBEDDING_STD)
-        x = self.dropout(encoding.embed(x))
+        x = F.dropout(encoding.embed(x), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
             x = block(x, encoding, mask, None if cache is None else partial(cache.append, layer))
         if cache is not None:

@@ -40,9 +40,9 @@ def test_attention_of_equal_scores_falls_by_the_slope():
     model = Transformer(ModelConfig(position="alibi", dim=8, n_layers=1, n_heads=1, ffn_dim=8), 5).eval()
     attention = model.blocks[0].attention
     with torch.no_grad():
-        attention.qkv.weight.zero_()
-        attention.qkv.weight[16:].copy_(torch.eye(8))  # values; queries and keys are all alike
-        attention.out.weight.copy_(torch.eye(8))
+        attention.qkv.zero_()
+        attention.qkv[16:].copy_(torch.eye(8))  # values; queries and keys are all alike
+        attention.out.copy_(torch.eye(8))
     positions, x = torch.arange(4)[None], torch.eye(8)[None, :4]
     encoding = model.encoding(model.config, positions, positions)
     from model.transformer import attention_mask

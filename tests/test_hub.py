@@ -122,7 +122,7 @@ def test_without_the_change_of_rows_logits_differ(make_run):
     run = make_run()
     folder = exported(run)
     weights, ours = safetensors.torch.load_file(folder / "model.safetensors"), stretched(run, ()).state_dict()
-    weights["model.layers.0.self_attn.q_proj.weight"] = ours["blocks.0.attention.qkv.weight"][:32].clone()
+    weights["model.layers.0.self_attn.q_proj.weight"] = ours["blocks.0.attention.qkv"][:32].clone()
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     x = ids(250, 1, 32)
     with torch.no_grad():

@@ -6,7 +6,7 @@ depends on i - j alone, since turning both by the same angle changes nothing.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from model.config import ModelConfig
@@ -42,24 +42,30 @@ def rope_tables(
     first 2048 positions are distinct.
     """
     frequencies = frequencies.to(positions.device, dtype)
-    angles = positions[:, None, :, None].to(dtype) * frequencies.view(-1, 1, 1, frequencies.shape[-1])
+    angles = positions.to(dtype)[:, None, :, None] * frequencies.view(-1, 1, 1, frequencies.shape[-1])
     return angles.cos(), angles.sin()
+
+
+def complex_turns(
+    cos: Float[Tensor, "#batch 1 seq pairs"], sin: Float[Tensor, "#batch 1 seq pairs"]
+) -> Complex[Tensor, "#batch 1 seq pairs"] | tuple[Tensor, Tensor]:
+    """exp(i p theta_k) as one number; both parts as they are under a compiler, for compilers know no complex numbers."""
+    return (cos, sin) if torch.compiler.is_compiling() else torch.complex(cos, sin)
 
 
 def rotate_pairs(
     x: Float[Tensor, "batch heads seq head_dim"],
-    cos: Float[Tensor, "#batch 1 seq pairs"],
-    sin: Float[Tensor, "#batch 1 seq pairs"],
+    turns: Complex[Tensor, "#batch 1 seq pairs"] | tuple[Tensor, Tensor],
 ) -> Float[Tensor, "batch heads seq head_dim"]:
     """Turn each pair (x[2k], x[2k+1]) by its angle (RoFormer, equation 34); shape and dtype are kept."""
-    pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():
-        # The form that compilers fuse; they do not know complex numbers.
-        even, odd = pairs.unbind(-1)
+    if isinstance(turns, tuple):
+        cos, sin = turns
+        even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     else:
         # One complex product instead of six operations on half the lanes each: less than half the time.
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+        pairs = torch.view_as_complex(x.to(turns.real.dtype).unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * turns)
     return turned.flatten(-2).to(x.dtype)
 
 
@@ -76,9 +82,8 @@ def apply_rotary_pos_emb(
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # A copy, since a view of x may start at an odd lane, where no complex number can.
-    return rotate_pairs(
-        x.clone(memory_format=torch.contiguous_format), *rope_tables(pos, rope_frequencies(x.shape[-1], theta), dtype)
-    )
+    tables = rope_tables(pos, rope_frequencies(x.shape[-1], theta), dtype)
+    return rotate_pairs(x.clone(memory_format=torch.contiguous_format), complex_turns(*tables))
 
 
 class Rotary(PositionEncoding):
@@ -90,10 +95,10 @@ class Rotary(PositionEncoding):
         # fp64, rounded to fp32 in rope_tables; MPS has none.
         precise = torch.float32 if device.type == "mps" else torch.float64
         plain = rope_frequencies(config.head_dim, rope.theta, rope.fraction).to(device, precise)
-        frequencies = scaled_frequencies(plain, rope.theta, rope.scaling, key_positions.amax(-1) + 1)
-        cos, sin = rope_tables(positions, frequencies)
+        length = key_positions.amax(-1) + 1 if rope.scaling.kind == "dynamic" else None
+        cos, sin = rope_tables(positions, scaled_frequencies(plain, rope.theta, rope.scaling, length))
         size = attention_factor(rope.scaling)
-        self.cos, self.sin = (cos, sin) if size == 1 else (size * cos, size * sin)
+        self.turns = complex_turns(cos, sin) if size == 1 else complex_turns(size * cos, size * sin)
 
     @classmethod
     def outgrows_cache(cls, config: ModelConfig, length: int) -> bool:
@@ -101,4 +106,4 @@ class Rotary(PositionEncoding):
         return scaling.kind == "dynamic" and length > trained_length(scaling)
 
     def rotate(self, x: Tensor) -> Tensor:
-        return rotate_pairs(x, self.cos, self.sin)
+        return rotate_pairs(x, self.turns)

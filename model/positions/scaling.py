@@ -15,7 +15,7 @@ from model.config import ScalingConfig
 
 
 def scaled_frequencies(
-    plain: Float[Tensor, "pairs"], theta: float, scaling: ScalingConfig, length: Int[Tensor, "batch"]
+    plain: Float[Tensor, "pairs"], theta: float, scaling: ScalingConfig, length: Int[Tensor, "batch"] | None
 ) -> Float[Tensor, "pairs"] | Float[Tensor, "batch pairs"]:
     """Stretch the frequencies `plain` of base `theta`; pairs that stand still stay so.
 
@@ -23,7 +23,7 @@ def scaled_frequencies(
         plain: radians per position of each pair, from rope_frequencies.
         theta: the base they were made from.
         scaling: kind and parameters.
-        length: tokens of each row so far, for dynamic.
+        length: tokens of each row so far; needed for dynamic alone.
 
     Returns one set of frequencies, or for dynamic one a row. ValueError where L0 is needed and not given.
     """
