@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.schema import Experiment, fail, parse, parse_experiment, run_guarded
+from configs.schema import Experiment, fail, parse, parse_experiment, read_yaml, run_guarded
 from configs.tracking import new_figure, save_figure
 from data.config import DataConfig
 from data.prepare import prepare as prepare_data
@@ -77,6 +77,7 @@ class BenchmarkConfig:
         for name in ("batch_size", "vocab_size", "rounds", "steps", "new_tokens", "limit"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}: give 1 or more")
+        read_yaml(self.shape)  # refused here, if it is not there, and not by every contender
 
     @property
     def turns(self) -> int:
@@ -364,8 +365,10 @@ def draw_scaling(table: list[dict[str, Any]], folder: Path) -> None:
         for name, key in (("ropewalk", "ms/token"), ("its FLOPs at the speed of sgemm", "ms/token at sgemm")):
             look = style("rope" if key == "ms/token" else "sinusoidal")
             axes.plot([row[axis] for row in part], [row[key] for row in part], label=name, **look)
-        axes.set_xscale("log", base=2 if axis == "context" else 10)
+        axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.set_xticks([row[axis] for row in part], [f"{row[axis]:,}" for row in part])
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         save_figure(figure, axes, folder / f"cost-by-{axis}.png")
 
 
