@@ -37,6 +37,8 @@ class Size:
     """Parameters that every token is multiplied with: all but norms and an embedding that is only looked up."""
     attention: int
     """FLOPs of attention's two products a token in training, without the projections."""
+    attention_factor: int
+    """12, or 6 where the kernel skips what causality hides."""
 
     @property
     def flops_per_token(self) -> int:
@@ -55,13 +57,14 @@ def size(config: ModelConfig, vocab_size: int, context: int) -> Size:
     embedding, head = vocab_size * config.dim, 0 if config.tie_embeddings else vocab_size * config.dim
     block_matrices = config.dim * (2 * wide + 2 * narrow + 3 * config.ffn_dim)
     block = block_matrices + 2 * config.dim
-    skips = config.position != "alibi" and (config.window is None or config.window >= context)
+    factor = 6 if config.position != "alibi" and (config.window is None or config.window >= context) else 12
     return Size(
         parameters=embedding + head + config.n_layers * block + config.dim,
         embedding=embedding,
         block=block,
         matrices=(head or embedding) + config.n_layers * block_matrices,
-        attention=(6 if skips else 12) * config.n_layers * wide * context,
+        attention=factor * config.n_layers * wide * context,
+        attention_factor=factor,
     )
 
 
@@ -132,7 +135,7 @@ class Plan:
         lines = {
             "parameters": f"{made.parameters:,}, of them {made.embedding:,} in the embedding and {elsewhere:,} elsewhere",
             "FLOPs": f"{made.flops_per_token / 1e9:.4g} G a token of training: 6 x {made.matrices:,} parameters in "
-            f"matrices, and attention {made.attention / 1e9:.3g} G",
+            f"matrices + {made.attention_factor} x layers x heads x head_dim x context",
             "tokens": f"{self.tokens / 1e9:.4g} G, {self.tokens / made.parameters:.3g} a parameter",
             "time": f"{self.seconds / 3600:,.1f} hours at {self.utilisation:.0%} of {self.devices} x "
             f"{unit.flops / 1e12:.3g} TFLOP/s",

@@ -40,8 +40,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Embeddings at plain Llama's scale, so that both libraries have one matrix for embedding and head.
 PLAIN = ["--model.position=rope", "--model.embedding_rms=0.02"]
 MATMUL = ["--task=matmul", "--turn_steps=1"]
-
-
 # What scaling times: contexts with the shape's model; widths, with heads of 32 and SwiGLU of three times the width.
 CONTEXTS, DIMS = (128, 256, 512, 1024, 2048), (64, 128, 192, 256, 384)
 
@@ -215,7 +213,7 @@ def ratio(key: str, of: Timed, to: Timed, factor: float = 1.0) -> dict[str, Any]
 def rows(timed: dict[str, Timed]) -> list[dict[str, Any]]:
     return [
         {
-            "": name,
+            "name": name,
             "parameters": one.facts.get("parameters", 0),
             "tokens/turn": one.facts["work"],
             "ms/turn": 1000 * statistics.median(one.seconds),
@@ -298,7 +296,7 @@ def prepare(config: BenchmarkConfig) -> Report:
         timed = take_turns({name: [*places, *own] for name, own in flags.items()}, config.turns)
     whole, encoded, alone = timed.values()
     table = [
-        {"": name, "seconds": statistics.median(one.seconds), "MB/s": one.rate / 1e6} for name, one in timed.items()
+        {"name": name, "seconds": statistics.median(one.seconds), "MB/s": one.rate / 1e6} for name, one in timed.items()
     ]
     figures = {"bytes_per_second": whole.rate, **ratio("ratio_to_encode_batch_fast", encoded, alone)}
     return Report(title(f"{alone.facts['work']:,} bytes of text", config, timed), table, figures)
@@ -329,7 +327,8 @@ def startup(config: BenchmarkConfig) -> Report:
                 times["first_step_seconds"].append(end - middle)
     figures = {name: statistics.median(taken) for name, taken in times.items()}
     table = [
-        {"": name, "seconds": figures[name], "least": min(taken), "most": max(taken)} for name, taken in times.items()
+        {"name": name, "seconds": figures[name], "least": min(taken), "most": max(taken)}
+        for name, taken in times.items()
     ]
     return Report(f"train.py, tiny.yaml with its data prepared, medians of {config.turns}", table, unprinted=figures)
 
@@ -350,7 +349,7 @@ def scaling(config: BenchmarkConfig) -> Report:
     for name, (length, own) in flags.items():
         one, cost = timed[name], flops_per_token(config, *own)
         at_sgemm = 1000 * cost / timed["matmul"].rate
-        shape = {"": name, "context": length, "parameters": one.facts["parameters"], "FLOPs/token": cost}
+        shape = {"name": name, "context": length, "parameters": one.facts["parameters"], "FLOPs/token": cost}
         speed = {"ms/token": 1000 / one.rate, "ms/token at sgemm": at_sgemm, "fraction": at_sgemm * one.rate / 1000}
         table.append(shape | speed)
     if config.out:

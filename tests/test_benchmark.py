@@ -239,7 +239,7 @@ def test_benchmark_writes_what_it_prints(arguments: list[str], names: list[str],
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["command"] == arguments[0]
-    assert [row[""] for row in written["rows"]] == names
+    assert [row["name"] for row in written["rows"]] == names
     assert all(f"\n{name}" in done.stdout for name in names)
     assert all(written[key] > 0 for key in keys)
     numbers = [value for row in written["rows"] for value in row.values() if not isinstance(value, str)]
