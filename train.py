@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ from model.device import (
     set_random_state,
 )
 from model.generation import generate
+from model.parallel import Team, is_spread, spread_like, whole_tensors
 from model.scoring import Read, measure, token_losses
 from model.transformer import Transformer
 
@@ -128,24 +129,29 @@ def train_step(
     micro_batch_size: int,
     grad_clip: float,
     autocast: AbstractContextManager,
+    team: Team,
 ) -> tuple[Tensor, Tensor]:
     """One update on `windows`; returns the mean loss in nats per token and the gradient norm before clipping.
 
     The loss is a sum over all targets of the step divided by their number, so micro-batches of any size
-    give the same update. NonFiniteError, with weights and optimizer untouched, when it is not a number.
+    and any number of processes give the same update. NonFiniteError, with weights and optimizer untouched, when it is not a number.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = parameters[0].device
+    device, own = team.device, team.share(windows)
     optimizer.zero_grad(set_to_none=True)
     loss = torch.zeros((), device=device)
-    for first in range(0, len(windows), micro_batch_size):
-        x, y = reader(tokens)(windows[first : first + micro_batch_size] * context, context)
-        with autocast:
-            logits = model(x.to(device))
-        part = token_losses(logits, y.to(device)).sum() / (len(windows) * context)
-        part.backward()
+    for first in range(0, len(own), micro_batch_size):
+        x, y = reader(tokens)(own[first : first + micro_batch_size] * context, context)
+        with team.accumulating(last=first + micro_batch_size >= len(own)):
+            with autocast:
+                logits = model(x.to(device))
+            part = token_losses(logits, y.to(device)).sum() / (len(windows) * context)
+            # The gradients of all processes will be averaged, and their sum is wanted.
+            (part * team.size).backward()
         loss += part.detach()
+    loss = team.total(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+    grad_norm = grad_norm.full_tensor() if is_spread(grad_norm) else grad_norm
     if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
         raise NonFiniteError(f"loss is {loss.item()}, gradient norm is {grad_norm.item()}")
     optimizer.step()
@@ -229,25 +235,34 @@ def sample(model: Transformer, data: PreparedData, config: Experiment) -> str:
     return config.eval.sample_prompt + "".join(stream.feed(chosen) for (chosen,) in made) + stream.finish()
 
 
-def resume(
-    run: Path, model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device, data: PreparedData
-) -> Progress:
-    """Load the newest checkpoint of a run in place."""
+def resume_weights(run: Path, model: Transformer, data: PreparedData) -> None:
+    """Load the weights of the newest checkpoint of a run, which must have been trained on this data."""
     path = checkpoint.latest(run)
-    state = checkpoint.read_state(path)
-    if state["data_fingerprint"] != data.manifest["fingerprint"]:
+    if checkpoint.read_state(path)["data_fingerprint"] != data.manifest["fingerprint"]:
         raise SettingsError(
             f"{run} was trained on other data than data.source {data.manifest['identity']['corpus']['source']} gives now"
         )
-    saved = checkpoint.load_optimizer(path)
     checkpoint.load_weights(model, path)
+
+
+def resume_optimizer(run: Path, optimizer: torch.optim.Optimizer, team: Team) -> Progress:
+    """Load all but the weights of the newest checkpoint of a run: optimizer, random state, and where training stands."""
+    path = checkpoint.latest(run)
+    state, saved = checkpoint.read_state(path), checkpoint.load_optimizer(path)
     # Moments come from the file; learning rate, decay and betas are settings, and settings win.
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = saved["optimizer"]["state"]
+    saved["optimizer"]["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
     optimizer.load_state_dict(saved["optimizer"])
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
-    set_random_state(saved["random"], device)
-    print(f"resuming {run} from step {state['step']}")
+    if team.rank < len(saved["random"]):
+        set_random_state(saved["random"][team.rank], team.device)
+    else:  # more processes than before
+        torch.manual_seed(state["step"] * team.size + team.rank)
+    if team.first:
+        print(f"resuming {run} from step {state['step']}")
     return Progress(**{name: state[name] for name in ("step", "tokens", "pending", "val_loss")})
 
 
@@ -275,15 +290,22 @@ def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
 def run(config: Experiment, stop: StopRequest) -> None:
     """Train, save, validate, measure: one whole run."""
     keep_freed_memory()
-    device = choose_device(config.device)
+    team = Team(choose_device(config.device))
+    device, run_dir = team.device, config.run_dir
     autocast = choose_autocast(config.train.precision, device)
-    run_dir = config.run_dir
-    refuse_other_run(config)
+    micro_batch_size = share_batch(config.train, team.size)
+    if team.restarted:
+        config = replace(config, resume=(run_dir / "config.yaml").is_file())
+    if team.first:
+        refuse_other_run(config)
     # A run that died before its first checkpoint is started over.
-    resumable = config.resume and checkpoint.checkpoints(run_dir)
-    if resumable and nothing_to_do(config):
+    resumable = team.from_first(config.resume and bool(checkpoint.checkpoints(run_dir)))
+    if resumable and nothing_to_do(config, team):
         return
 
+    if team.local_rank == 0:
+        prepare(config.data)
+    team.wait()
     data = prepare(config.data)
     tokens, val_tokens = data.tokens("train"), data.tokens("val")
     read = reader(val_tokens)
@@ -301,84 +323,75 @@ def run(config: Experiment, stop: StopRequest) -> None:
 
     torch.manual_seed(config.seed)
     model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
-    torch.manual_seed(config.seed)  # what dropout draws must not depend on how the weights were made
+    # What dropout draws must not depend on how the weights were made, and differs between processes.
+    torch.manual_seed(config.seed + team.rank)
     if config.init_from and not resumable:
         start_from(Path(config.init_from), model, data)
+    parameters = sum(p.numel() for p in model.parameters())
+    record = Record(config, parameters) if team.first else None
+    team.wait()
+    if resumable:
+        resume_weights(run_dir, model, data)
+    forward = team.spread(model, config.train.parallel, bf16=not isinstance(autocast, nullcontext))
+    if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
+        forward = compiled_or_plain(forward)
     optimizer = make_optimizer(model, config.train)
-
-    hold = Hold(run_dir)
-    changed = refuse_other_run(config)  # again: another process may have begun since
-    progress = resume(run_dir, model, optimizer, device, data) if resumable else Progress()
-    write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
-    write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
-    facts = write_run_json(run_dir, status="running", **describe_machine(name_device(device)))
-    if "wandb_id" not in facts:
-        facts = write_run_json(run_dir, wandb_id=os.urandom(6).hex())
-    if changed:
-        print(f"changed since the run was started or last resumed: {'; '.join(changed)}")
-        write_run_json(run_dir, changes=[*facts.get("changes", []), {"step": progress.step, "settings": changed}])
-    cut_samples(run_dir / "samples.txt", progress.step)
-    metrics = Metrics(run_dir / "metrics.jsonl", progress.step)
-    seeded_name = config.run_name if f"-s{config.seed}" in config.run_name else f"{config.run_name}-s{config.seed}"
-    tracker = Wandb(
-        config.tracking,
-        run_dir,
-        seeded_name,
-        facts["wandb_id"],
-        {**asdict(config), "parameters": sum(p.numel() for p in model.parameters())},
-        [config.model.position, config.tracking.group],
-        metrics.last_step,
-    )
-    print_start(config, data, model, device, windows)
+    progress = resume_optimizer(run_dir, optimizer, team) if resumable else Progress()
+    if record:
+        record.begin(progress.step, data, team)
+        print_start(config, data, model, team, windows, micro_batch_size)
 
     def log(values: dict[str, Any]) -> None:
-        point = {"step": progress.step, "tokens": progress.tokens, **values}
-        metrics.write(point)
-        tracker.log(point)
+        if record:
+            record.log({"step": progress.step, "tokens": progress.tokens, **values})
 
     def save() -> None:
-        metrics.sync()
-        saved = {"optimizer": optimizer.state_dict(), "random": random_state(device)}
+        whole, moments = team.whole(model), whole_tensors(optimizer.state_dict())
+        saved = {"optimizer": moments, "random": team.collect(random_state(device))}
+        if not record:
+            return
+        record.metrics.sync()
         state = {
             **asdict(progress),
             "context": context,
             "data_fingerprint": data.manifest["fingerprint"],
             "tokenizer_sha256": data.manifest["tokenizer_sha256"],
         }
-        checkpoint.save(run_dir / "checkpoints", model, saved, state)
+        checkpoint.save(run_dir / "checkpoints", whole, saved, state)
         checkpoint.prune(run_dir, config.train.keep_checkpoints)
 
     def validate() -> None:
+        whole = team.whole(model)
+        if not record:
+            return
         batch_tokens = config.eval.batch_tokens
-        result = measure(model, read, val_starts, context, context, token_bytes, batch_tokens, autocast)
+        result = measure(whole, read, val_starts, context, context, token_bytes, batch_tokens, autocast)
         progress.val_loss = result["loss"]
         log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
         say(
             f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte"
         )
         if config.eval.sample_tokens:
-            text = sample(model, data, config)
+            text = sample(whole, data, config)
             with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {progress.step}\n{text}\n")
-            tracker.log_table("samples", ["step", "text"], [[progress.step, text]])
+            record.tracker.log_table("samples", ["step", "text"], [[progress.step, text]])
 
-    compiled = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
-    forward = compiled_or_plain(model) if compiled else model
-    micro_batch_size = config.train.micro_batch_size or config.train.batch_size
-    bars = interactive()
+    bars = interactive() and team.first
     bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not bars, dynamic_ncols=True)
-    say = partial(tqdm.write, file=sys.stdout) if bars else partial(print, flush=True)
+    say = partial(tqdm.write, file=sys.stdout) if bars else partial(print, flush=True) if team.first else lambda _: None
     clock, clock_tokens = time.perf_counter(), progress.tokens
     model.train()
     stop.graceful = True
-    with failures_noted(run_dir, tracker, progress):
-        while progress.step < config.train.steps and stop.signal is None:
+    signalled = 0
+    with failures_noted(run_dir, record, progress):
+        while progress.step < config.train.steps and not signalled:
             rate = learning_rate(config.train, progress.step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             chosen = order.at(progress.step)
             loss, grad_norm = train_step(
-                forward, optimizer, tokens, chosen, context, micro_batch_size, config.train.grad_clip, autocast
+                forward, optimizer, tokens, chosen, context, micro_batch_size, config.train.grad_clip, autocast, team
             )
             progress.step += 1
             progress.val_loss = None
@@ -412,26 +425,84 @@ def run(config: Experiment, stop: StopRequest) -> None:
                 clock += time.perf_counter() - pause
             if progress.step % config.train.save_every == 0 or last:
                 save()
-        if stop.signal is not None:
+            signalled = team.largest(stop.signal or 0)
+        if signalled:
             save()
+        whole = team.whole(model)
     bar.close()
     stop.graceful = False  # all is saved: from here on a signal stops at once
-    if stop.signal is not None:
-        write_run_json(run_dir, status="interrupted")
-        tracker.finish(128 + stop.signal)
-        del hold
-        print(f"stopped at step {progress.step}, saved; go on with --resume true", file=sys.stderr)
-        sys.exit(128 + stop.signal)
+    team.leave()
+    if signalled:
+        if record:
+            record.end("interrupted", 128 + signalled)
+            print(f"stopped at step {progress.step}, saved; go on with --resume true", file=sys.stderr)
+        sys.exit(128 + signalled)
+    if not record:
+        return
 
-    lengths = measure_lengths(model, data, config, autocast)
+    lengths = measure_lengths(whole, data, config, autocast)
     write_atomically(run_dir / "lengths.json", json.dumps(lengths, indent=2) + "\n")
     if lengths["by_context"]:
-        plot_lengths(lengths, config.model.position, seeded_name, run_dir / "lengths.png")
-        report_lengths(tracker, lengths, run_dir / "lengths.png")
-    tracker.finish()
-    write_run_json(run_dir, status="finished")
-    del hold
+        plot_lengths(lengths, config.model.position, record.seeded_name, run_dir / "lengths.png")
+        report_lengths(record.tracker, lengths, run_dir / "lengths.png")
+    record.end("finished")
     print_end(config, progress, lengths)
+
+
+def share_batch(config: TrainConfig, processes: int) -> int:
+    """Sequences in one forward pass of a process. SettingsError if the batch cannot be shared out."""
+    share, rest = divmod(config.batch_size, processes)
+    micro = min(config.micro_batch_size or share, share)
+    if rest or share % micro:
+        raise SettingsError(
+            f"train.batch_size {config.batch_size} cannot be shared by {processes} processes in forward passes of "
+            f"train.micro_batch_size {config.micro_batch_size}: give a multiple of their product"
+        )
+    return micro
+
+
+class Record:
+    """What the first process keeps of a run: the folder, held for it alone, metrics and wandb."""
+
+    def __init__(self, config: Experiment, parameters: int) -> None:
+        self.config, self.run_dir, self.parameters = config, config.run_dir, parameters
+        self.hold: Hold | None = Hold(self.run_dir)
+        self.changed = refuse_other_run(config)  # again: another process may have begun since
+        name, seed = config.run_name, f"-s{config.seed}"
+        self.seeded_name = name if seed in name else name + seed
+
+    def begin(self, step: int, data: PreparedData, team: Team) -> None:
+        """Write what is known, and open metrics and wandb to go on from `step`."""
+        config, run_dir = self.config, self.run_dir
+        write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
+        write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
+        machine = describe_machine(name_device(team.device))
+        facts = write_run_json(run_dir, status="running", processes=team.size, **machine)
+        if "wandb_id" not in facts:
+            facts = write_run_json(run_dir, wandb_id=os.urandom(6).hex())
+        if self.changed:
+            print(f"changed since the run was started or last resumed: {'; '.join(self.changed)}")
+            write_run_json(run_dir, changes=[*facts.get("changes", []), {"step": step, "settings": self.changed}])
+        cut_samples(run_dir / "samples.txt", step)
+        self.metrics = Metrics(run_dir / "metrics.jsonl", step)
+        self.tracker = Wandb(
+            config.tracking,
+            run_dir,
+            self.seeded_name,
+            facts["wandb_id"],
+            {**asdict(config), "parameters": self.parameters},
+            [config.model.position, config.tracking.group],
+            self.metrics.last_step,
+        )
+
+    def log(self, point: dict[str, Any]) -> None:
+        self.metrics.write(point)
+        self.tracker.log(point)
+
+    def end(self, status: str, exit_code: int = 0) -> None:
+        self.tracker.finish(exit_code)
+        write_run_json(self.run_dir, status=status)
+        self.hold = None
 
 
 def report_lengths(tracker: Wandb, lengths: dict, picture: Path) -> None:
@@ -444,27 +515,27 @@ def report_lengths(tracker: Wandb, lengths: dict, picture: Path) -> None:
     tracker.summarize({f"length/loss_at_{row['context']}": row["loss"] for row in rows})
 
 
-def nothing_to_do(config: Experiment) -> bool:
+def nothing_to_do(config: Experiment, team: Team) -> bool:
     """Whether the run to be resumed is finished, and say so. SettingsError if it has gone further than it should."""
     run_dir = config.run_dir
     step = checkpoint.read_state(checkpoint.latest(run_dir))["step"]
     if step > config.train.steps:
         raise SettingsError(f"{run_dir} has {step} steps already: give train.steps {config.train.steps} a higher value")
     done = step == config.train.steps and read_run_json(run_dir).get("status") == "finished"
-    if done:
+    if done and team.first:
         print(f"{run_dir} is finished at step {step}: nothing to do; --train.steps with a higher value goes on")
     return done
 
 
 @contextmanager
-def failures_noted(run_dir: Path, tracker: Wandb, progress: Progress) -> Iterator[None]:
+def failures_noted(run_dir: Path, record: Record | None, progress: Progress) -> Iterator[None]:
     """Turn what goes wrong in a step into one error that names the step, the last checkpoint and how to go on."""
     try:
         yield
     except Exception as error:
         with suppress(OSError):  # on a full disk this may fail as well
-            write_run_json(run_dir, status="failed")
-        tracker.finish(1)
+            if record:
+                record.end("failed", 1)
         place, remedy, flags = f"after step {progress.step}", "mend that", ""
         reason = f"{error}" if isinstance(error, NonFiniteError | OSError) else f"{type(error).__name__}: {error}"
         if isinstance(error, NonFiniteError):
@@ -480,18 +551,20 @@ def failures_noted(run_dir: Path, tracker: Wandb, progress: Progress) -> Iterato
         ) from error
 
 
-def print_start(config: Experiment, data: PreparedData, model: Transformer, device: torch.device, windows: int) -> None:
+def print_start(
+    config: Experiment, data: PreparedData, model: Transformer, team: Team, windows: int, micro_batch_size: int
+) -> None:
     print(to_yaml(config), end="")
     manifest, batch = data.manifest, config.train.batch_size
-    micro = config.train.micro_batch_size or batch
+    processes, passes = f"{team.size} processes x " if team.size > 1 else "", batch // team.size // micro_batch_size
     decayed = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     total = sum(p.numel() for p in model.parameters())
     print(
         f"data: {manifest['train']['documents']} training documents of {manifest['train']['tokens']:,} tokens, "
         f"{manifest['val']['documents']} held out of {manifest['val']['tokens']:,}; "
         f"vocabulary {manifest['vocab_size']} (asked for {config.data.tokenizer or config.data.vocab_size}), in {data.folder}\n"
-        f"model: {config.model.position}, {total:,} parameters, {decayed:,} of them with weight decay, on {device}\n"
-        f"step: {batch * config.data.context:,} tokens = {batch // micro} x {micro} sequences x {config.data.context}; "
+        f"model: {config.model.position}, {total:,} parameters, {decayed:,} of them with weight decay, on {team.device}\n"
+        f"step: {batch * config.data.context:,} tokens = {processes}{passes} x {micro_batch_size} sequences x {config.data.context}; "
         f"{config.train.steps} steps = {config.train.steps * batch / windows:.2f} epochs"
     )
 

@@ -63,6 +63,8 @@ class TrainConfig:
     """bf16 is autocast; auto takes it on a GPU that is fast at it and fp32 elsewhere, always on a CPU."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the model; auto compiles on a GPU only."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Several processes (torchrun): ddp copies the model to each, fsdp spreads it over all; auto is ddp."""
     log_every: int = 10
     """Steps between lines of metrics; a logged loss is the mean over them."""
     save_every: int = 500

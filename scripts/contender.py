@@ -29,6 +29,7 @@ from data.tokenizer import load_tokenizer
 from model.device import choose_autocast, choose_device, compiled_or_plain, keep_freed_memory
 from model.generation import generate
 from model.hub import llama_config, to_llama
+from model.parallel import Team
 from model.scoring import token_losses
 from model.transformer import Transformer
 from train import make_optimizer, train_step
@@ -109,10 +110,10 @@ def trainer(config: ContenderConfig, model: Transformer, device: torch.device) -
     windows, work = np.arange(train.batch_size), config.turn_steps * train.batch_size * context
     if config.library == "ropewalk":
         forward, optimizer = compiled_or_plain(model) if compiled else model, make_optimizer(model, train)
-        micro = train.micro_batch_size or train.batch_size
+        micro, team = train.micro_batch_size or train.batch_size, Team(device)
 
         def step() -> None:
-            train_step(forward, optimizer, tokens, windows, context, micro, train.grad_clip, autocast)
+            train_step(forward, optimizer, tokens, windows, context, micro, train.grad_clip, autocast, team)
     else:
         llama = llama_of(model, context).to(device)
         forward, optimizer = torch.compile(llama) if compiled else llama, make_optimizer(llama, train)

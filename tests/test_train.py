@@ -22,8 +22,12 @@ from configs.schema import TrainConfig, parse_experiment
 from data.batches import TrainingOrder
 from data.prepare import Tokens, prepare
 from model.config import ModelConfig
+from model.parallel import Team
 from model.positions import ENCODINGS
 from model.transformer import Transformer
+
+
+ALONE = Team(torch.device("cpu"))
 
 
 class NoStop:
@@ -96,7 +100,7 @@ def tiny_step(micro: int, grad_clip: float = 1.0, position: str = "rope") -> tup
     model = Transformer(ModelConfig(dim=16, n_layers=1, n_heads=2, ffn_dim=32, position=position), 50)
     tokens = Tokens([np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint16)])
     optimizer = train.make_optimizer(model, TrainConfig(learning_rate=0.1))
-    loss, norm = train.train_step(model, optimizer, tokens, np.arange(8), 16, micro, grad_clip, nullcontext())
+    loss, norm = train.train_step(model, optimizer, tokens, np.arange(8), 16, micro, grad_clip, nullcontext(), ALONE)
     return model, float(loss), float(norm)
 
 
@@ -143,7 +147,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update():
     tokens = Tokens([np.arange(50, dtype=np.uint16).repeat(20)])
     optimizer = train.make_optimizer(model, TrainConfig())
     with pytest.raises(train.NonFiniteError, match="loss is nan"):
-        train.train_step(model, optimizer, tokens, np.arange(4), 16, 4, 1.0, nullcontext())
+        train.train_step(model, optimizer, tokens, np.arange(4), 16, 4, 1.0, nullcontext(), ALONE)
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if name != "norm.weight"
     )
