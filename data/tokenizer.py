@@ -83,7 +83,7 @@ def pieces(text: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:
     while len(text) - start > PIECE:
         for match in itertools.islice(BETWEEN_WORDS.finditer(text, start + PIECE), 50):
             cut = match.start()
-            if tokenizer is None or _parts_at(tokenizer, text[cut - 1000 : cut], text[cut : cut + 1000]):
+            if tokenizer is None or _parts_at(tokenizer, text[max(start, cut - 1000) : cut], text[cut : cut + 1000]):
                 break
         else:
             break
