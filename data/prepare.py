@@ -186,7 +186,7 @@ def _building_place(cache: Path, name: str, say: Callable[[str], None]) -> Itera
         raise OSError(f"cannot write {building}: {reason}") from error
     finally:
         if not building.exists():
-            lock_file.unlink()
+            lock_file.unlink(missing_ok=True)
         os.close(lock)
 
 
