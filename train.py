@@ -284,7 +284,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if resumable and nothing_to_do(config):
         return
 
-    data = prepare(config.data)
+    data = prepare(config.data, progress=interactive())
     tokens, val_tokens = data.tokens("train"), data.tokens("val")
     read = reader(val_tokens)
     context = config.data.context

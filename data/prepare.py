@@ -250,7 +250,7 @@ def _build(
     total = 0
 
     def documents(doing: str) -> Iterator[Document]:
-        return iter(tqdm(corpus, doing, total or None, unit=" documents", disable=not progress))
+        return iter(tqdm(corpus, doing, total or None, unit=" documents", leave=False, disable=not progress))
 
     def groups() -> Iterator[str]:
         nonlocal total
