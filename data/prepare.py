@@ -19,11 +19,13 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -295,9 +297,12 @@ def _build(
                 yield split, text
 
     for split, piece, ids, last in _encode(tokenizer, remaining()):
+        text_bytes = len(piece.encode())
+        if last:
+            ids.append(end_of_text)
+        writers[split].write(text_bytes, ids, last)
         encoded += last
-        size += len(piece.encode())
-        writers[split].write(len(piece.encode()), [*ids, end_of_text] if last else ids, last)
+        size += text_bytes
     counts = {split: writer.finish() for split, writer in writers.items()}
     files = ["tokenizer.json", *map(_starts_name, SPLITS)]
     shards = {record["shard"]: record["sha256"] for writer in writers.values() for record in writer.records}
@@ -354,8 +359,8 @@ class _SplitWriter:
         if self.shard is None:
             self.shard = (self.folder / f"{self.split}-{len(self.records):05d}.bin").open("wb")
             self.checksum, self.lengths, self.bytes, self.tokens, self.length = hashlib.sha256(), array("q"), 0, 0, 0
-        # Array construction from a list checks the range; astype would wrap silently.
-        content = np.array(ids, dtype=self.dtype).tobytes()
+        # Unlike astype, which would wrap silently, this checks the range.
+        content = np.fromiter(ids, self.dtype, len(ids)).data
         self.shard.write(content)
         self.checksum.update(content)
         self.bytes += text_bytes
@@ -406,7 +411,7 @@ class _SplitWriter:
 def _encode(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, list[int], bool]]:
     """(split, piece, ids, whether it ends its document) for every piece of the texts, encoded on all cores.
 
-    While one batch is encoded, the one before is handed out and the next one read.
+    While two batches are encoded, the one before is handed out and the next one read.
     """
 
     def batches() -> Iterator[list[tuple[str, str, bool]]]:
@@ -421,16 +426,17 @@ def _encode(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Iterator[
                     yield batch
                     batch, characters = [], 0
         yield batch
-        yield []  # hands out the last one
 
-    with ThreadPoolExecutor(1) as pool:
-        before, encodings = [], None
-        for batch in batches():
+    # Two batches at a time: when the last documents of one leave cores idle, these take documents of the other.
+    with ThreadPoolExecutor(2) as pool:
+        running = deque()
+        for batch in itertools.chain(batches(), [[], []]):  # empty ones push out the last two
             pieces = [piece for _, piece, _ in batch]
-            running = pool.submit(tokenizer.encode_batch_fast, pieces, add_special_tokens=False)
-            for (split, piece, last), encoding in zip(before, encodings.result() if before else [], strict=True):
-                yield split, piece, encoding.ids, last
-            before, encodings = batch, running
+            running.append((batch, pool.submit(tokenizer.encode_batch_fast, pieces, add_special_tokens=False)))
+            if len(running) > 2:
+                batch, encodings = running.popleft()
+                for (split, piece, last), encoding in zip(batch, encodings.result(), strict=True):
+                    yield split, piece, encoding.ids, last
 
 
 @contextmanager
