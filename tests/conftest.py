@@ -82,8 +82,14 @@ def text_folder(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def small_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> list[str]:
+def small_run(small_settings: list[str], tmp_path: Path) -> list[str]:
     """Command line of a run of about a second: 2 layers, dim 32, context 32, in a folder of its own."""
+    return [*small_settings, f"--out_dir={tmp_path / 'runs'}", "--name=run"]
+
+
+@pytest.fixture(scope="session")
+def small_settings(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """small_run without its place and name."""
     cache = tmp_path_factory.getbasetemp() / "cache"
     return [
         "--config=tiny.yaml",
@@ -93,8 +99,6 @@ def small_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, tmp_p
         "--data.vocab_size=300",
         f"--data.cache_dir={cache}",
         "--data.val_fraction=0.25",
-        f"--out_dir={tmp_path / 'runs'}",
-        "--name=run",
         "--train.steps=20",
         "--train.batch_size=4",
         "--train.warmup_steps=2",

@@ -1,5 +1,6 @@
 """What is wrong with the data is said in one line, with exit code 2, and leaves nothing half done on disk."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import train
 from data.config import DataConfig
-from data.corpus import held_out_groups
+from data.corpus import group_rank
 from data.prepare import PreparedData, prepare
 from data.tokenizer import END_OF_TEXT, byte_lengths, end_of_text_id, train_tokenizer
 from scripts import evaluate, generate
@@ -123,7 +124,7 @@ def test_one_window_needs_one_token_more_than_the_context(
 ):
     folder = tmp_path / "t"
     folder.mkdir()
-    (held_out,) = held_out_groups(["a.txt", "b.txt"], 0.25, 0)
+    held_out = min(("a.txt", "b.txt"), key=lambda name: group_rank(name, 0))
     for name in ("a.txt", "b.txt"):
         short = (name == held_out) == (split == "validation")
         # One id a byte, and the end-of-text that is put after each document.
@@ -321,26 +322,54 @@ def test_two_preparations_at_once_agree(text_folder: Path, tmp_path: Path):
     assert found == [str(made)] * 2 and names(tmp_path) == {made.name}
 
 
-def test_what_a_killed_preparation_left_is_removed_by_the_next_and_a_living_one_is_not_harmed(
+def test_what_a_killed_preparation_left_is_gone_on_with_and_a_living_one_is_waited_for(
     text_folder: Path, tmp_path: Path
 ):
-    for process in stopped(text_folder, tmp_path, "train-00000.bin", "manifest.json", "os.rename"):
+    for place in ("tokenizer.json.tmp", "train-00000.bin", "val-00000.bin", "manifest.json.tmp", "os.rename"):
+        (process,) = stopped(text_folder, tmp_path, place)
         process.kill()
         process.communicate()
-    left = names(tmp_path)
-    assert len(left) == 3 and all(name.startswith(".files-") for name in left)
-    (tmp_path / ".files-notes").mkdir()  # not ours: stays
-
-    (living,) = stopped(text_folder, tmp_path, "val-00000.bin")
-    (its,) = names(tmp_path) - {".files-notes"}
-    assert its not in left
-    # Another preparation in the same cache does not take the living one's folder for a dead one's.
+        (name,) = {name.removesuffix(".lock") for name in names(tmp_path)}
+        assert name.startswith(".files-")
+    (living,) = stopped(text_folder, tmp_path, "manifest.json.tmp")
+    half_built = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    # One more preparation of the same data says that it waits, and takes what the living one makes.
+    (waiting,) = stopped(text_folder, tmp_path, "say")
+    waiting.stdin.write("\n")
+    waiting.stdin.flush()
+    # Another one in the same cache goes its own way.
     other = prepare(files(text_folder, tmp_path, vocab_size=310), quiet).folder
-    assert names(tmp_path) == {".files-notes", its, other.name}
-    living.communicate("\n", timeout=60)
-    assert living.returncode == 0
+    assert names(tmp_path) == {name, f"{name}.lock", other.name}
+    assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == half_built
+    assert waiting.poll() is None
+    found = {process.communicate("\n", timeout=60)[0].split()[-1] for process in (living, waiting)}
     made = prepare(files(text_folder, tmp_path), pytest.fail).folder
-    assert names(tmp_path) == {".files-notes", other.name, made.name}
+    assert found == {str(made)} and names(tmp_path) == {other.name, made.name}
+    unbroken = prepare(files(text_folder, tmp_path / "unbroken"), quiet).folder
+    assert names(made) == names(unbroken) == {*half_built, "manifest.json"} - SCAFFOLD
+    assert all((made / n).read_bytes() == (unbroken / n).read_bytes() for n in names(made) - {"manifest.json"})
+
+
+# What a half-built entry has besides; the manifest is still under another name where the test looks.
+SCAFFOLD = {"finished.jsonl", "train-lengths.bin", "val-lengths.bin", "manifest.json.tmp"}
+
+
+def test_only_old_half_built_entries_that_nobody_holds_are_removed(text_folder: Path, tmp_path: Path):
+    (dead,) = stopped(text_folder, tmp_path, "train-00000.bin")
+    dead.kill()
+    dead.communicate()
+    left = names(tmp_path)
+    (tmp_path / ".files-notes").mkdir()  # not ours: stays
+    prepare(files(text_folder, tmp_path, vocab_size=310), quiet)
+    assert left < names(tmp_path)
+    (lock,) = tmp_path.glob(".*.lock")
+    os.utime(lock, (0, 0))
+    with lock.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        prepare(files(text_folder, tmp_path, vocab_size=320), quiet)
+    assert left < names(tmp_path)
+    prepare(files(text_folder, tmp_path, vocab_size=330), quiet)
+    assert not left & names(tmp_path) and (tmp_path / ".files-notes").is_dir()
 
 
 # --- a cache that cannot be written

@@ -74,7 +74,7 @@ def slow_evaluation(small_run: list[str]) -> list[str]:
 def test_a_signal_during_preparation_stops_at_once_and_leaves_nothing(small_run: list[str], tmp_path: Path):
     cache = tmp_path / "cache"
     settings = [*small_run, f"--data.cache_dir={cache}"]
-    code, error = train_until(settings, lambda: any(cache.glob(".files-*")), signal.SIGINT)
+    code, error = train_until(settings, lambda: any(map(Path.is_dir, cache.glob(".files-*"))), signal.SIGINT)
     assert (code, error) == (130, "")
     assert list(cache.iterdir()) == [] and not (tmp_path / "runs").exists()
 

@@ -8,24 +8,25 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_program
 from safetensors.torch import load_file
 
-STEPS = 20
+from data.batches import TrainingOrder
 
 
-def command(processes: int, arguments: list[str], *torchrun: str) -> list[str]:
-    """As a user types it; one process without torchrun."""
+def torchrun(processes: int, *options: str) -> list[str]:
+    """Arguments of Python that start so many processes; one needs no torchrun."""
     if processes == 1:
-        return [sys.executable, "train.py", *arguments]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *torchrun]
-    return [*start, "train.py", *arguments]
+        return ["train.py"]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [*start, *options, "train.py"]
 
 
 def go(processes: int, arguments: list[str], *more: str, expect: int = 0) -> subprocess.CompletedProcess:
-    done = run_program(*command(processes, [*arguments, *more])[1:])
+    done = run_program(*torchrun(processes), *arguments, *more)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -36,24 +37,153 @@ def points(run: Path, key: str = "train/loss") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def assert_close(a: Path, b: Path, tolerance: float = 1e-5) -> None:
+def assert_same_curve(a: Path, b: Path) -> None:
     for key in ("train/loss", "val/loss"):
         one, other = points(a, key), points(b, key)
         assert one.keys() == other.keys() and one
-        assert list(one.values()) == pytest.approx(list(other.values()), abs=tolerance), key
+        assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-5), key
 
 
 @pytest.fixture(scope="module")
-def settings(settings_of_tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*settings_of_tiny_run, f"--out_dir={tmp_path_factory.mktemp('runs')}"]
+def arguments(small_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    out = tmp_path_factory.mktemp("runs")
+    return [
+        *small_settings,
+        "--train.micro_batch_size=1",
+        "--train.save_every=10",
+        "--eval.every=10",
+        f"--out_dir={out}",
+    ]
 
 
 @pytest.fixture(scope="module")
-def runs(settings: list[str]) -> dict[str, Path]:
-    """The same 20 steps by one process, by two with ddp and by two with fsdp."""
-    out = Path(settings[-1].partition("=")[2])
-    for name, processes in (("one", 1), ("ddp", 2), ("fsdp", 2)):
-        parallel = "auto" if name == "one" else name
-        done = go(processes, settings, f"--name={name}", f"--train.parallel={parallel}")
-        assert done.stdout.count("nats/token") == go_prints, done.stdout
+def runs(arguments: list[str]) -> dict[str, Path]:
+    """The same 20 steps, with two checkpoints, by one process, by two with ddp and by two with fsdp."""
+    out = Path(arguments[-1].partition("=")[2])
+    for name in ("one", "ddp", "fsdp"):
+        flags = [] if name == "one" else [f"--train.parallel={name}"]
+        done = go(1 if name == "one" else 2, arguments, f"--name={name}", *flags)
+        assert done.stdout.count("bits/byte on held-out text") == 1, "one process alone speaks"
+        shape = "4 x 1" if name == "one" else "2 processes x 2 x 1"
+        assert f"step: 128 tokens = {shape} sequences x 32" in done.stdout
     return {name: out / name for name in ("one", "ddp", "fsdp")}
+
+
+@pytest.mark.parametrize("other", ["ddp", "fsdp"])
+def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], other: str):
+    assert_same_curve(runs["one"], runs[other])
+    lengths = [json.loads((runs[name] / "lengths.json").read_text())["by_context"] for name in ("one", other)]
+    assert [row["loss"] for row in lengths[0]] == pytest.approx([row["loss"] for row in lengths[1]], abs=1e-5)
+    facts = json.loads((runs[other] / "run.json").read_text())
+    assert facts["status"] == "finished" and facts["processes"] == 2
+
+
+@pytest.mark.parametrize("saved_by", ["one", "ddp", "fsdp"])
+@pytest.mark.parametrize("resumed_by", ["one", "ddp", "fsdp"])
+def test_each_saves_and_each_other_resumes(
+    runs: dict[str, Path], arguments: list[str], tmp_path: Path, saved_by: str, resumed_by: str
+):
+    if saved_by == resumed_by == "one":
+        pytest.skip("test_train.py has it, bit for bit")
+    folder = tmp_path / saved_by
+    subprocess.run(["cp", "-r", runs[saved_by], folder], check=True)
+    last = sorted((folder / "checkpoints").iterdir())[-1]
+    subprocess.run(["rm", "-r", last], check=True)
+    flags = [] if resumed_by == "one" else [f"--train.parallel={resumed_by}"]
+    done = go(
+        1 if resumed_by == "one" else 2,
+        [*arguments[:-1], f"--out_dir={tmp_path}", f"--name={saved_by}", "--resume"],
+        *flags,
+        "--eval.length_targets=64",
+    )
+    assert done.stdout.count(f"resuming {folder} from step 10") == 1
+    assert_same_curve(runs["one"], folder)
+    ends = [load_file(run / "checkpoints/step-0000020/model.safetensors") for run in (runs["one"], folder)]
+    assert ends[0].keys() == ends[1].keys()
+    # AdamW's first steps are all of one size, whatever the gradient: its last bits can turn a weight around.
+    assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-4) for name in ends[0])
+    states = [
+        torch.load(run / "checkpoints/step-0000020/optimizer.pt", weights_only=True)["optimizer"]["state"]
+        for run in (runs["one"], folder)
+    ]
+    assert states[0].keys() == states[1].keys()
+    for number, values in states[0].items():
+        for name, tensor in values.items():
+            assert torch.allclose(tensor, states[1][number][name], atol=1e-5), (number, name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_processes_share_one_batch(size: int):
+    class Member:
+        from model.parallel import Team
+
+        share = Team.share
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, size
+
+    chosen = TrainingOrder(100, 8, seed=3).at(5)
+    assert np.array_equal(np.concatenate([Member(rank).share(chosen) for rank in range(size)]), chosen)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(arguments: list[str]):
+    done = go(2, arguments, "--name=odd", "--train.batch_size=3", expect=1)
+    assert "train.py: error: train.batch_size 3 cannot be shared by 2 processes" in done.stderr
+    assert str(ROOT / "train.py") not in done.stderr, "a traceback of ours"
+    assert not (Path(arguments[-1].partition("=")[2]) / "odd").exists()
+
+
+def start(arguments: list[str], *options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *torchrun(2, *options), *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def workers(parent: int) -> list[int]:
+    """Processes that torchrun has started, by their order."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_is_started_again_and_the_run_ends_the_same(
+    runs: dict[str, Path], arguments: list[str], victim: int
+):
+    run = runs["one"].parent / f"killed-{victim}"
+    process = start([*arguments, f"--name={run.name}"], "--max_restarts=2")
+    wait_for_step(run, 13, process)
+    os.kill(workers(process.pid)[victim], signal.SIGKILL)
+    said = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, said
+    assert f"resuming {run} from step 10" in said
+    assert_same_curve(runs["one"], run)
+
+
+def test_an_interrupt_stops_all_after_one_step(runs: dict[str, Path], arguments: list[str]):
+    run = runs["one"].parent / "interrupted"
+    process = start([*arguments, f"--name={run.name}", "--train.steps=100000", "--train.save_every=100000"])
+    wait_for_step(run, 5, process)
+    # One process alone hears it, and all stop at the same step.
+    os.kill(workers(process.pid)[1], signal.SIGTERM)
+    said = process.communicate(timeout=120)[0]
+    assert "saved; go on with --resume" in said
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+def test_wandb_has_one_run(runs: dict[str, Path], arguments: list[str]):
+    run = runs["one"].parent / "tracked"
+    go(2, arguments, f"--name={run.name}", "--tracking.mode=offline", "--train.steps=4")
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1

@@ -26,7 +26,6 @@ from model.parallel import Team
 from model.positions import ENCODINGS
 from model.transformer import Transformer
 
-
 ALONE = Team(torch.device("cpu"))
 
 
