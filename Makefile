@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test slow torture lint clean
+.PHONY: train test slow torture hosts lint clean
 
 train: .venv/runtime-installed
 	$(BIN)/python train.py --config small.yaml
@@ -16,6 +16,10 @@ slow: .venv/dev-installed
 # Ends with the number of kills; about seven seconds a kill.
 torture: .venv/dev-installed
 	KILLS=100 $(BIN)/python -m pytest tests/test_torture.py -s
+
+# Two hosts, made of network namespaces: needs root and iproute2.
+hosts: .venv/dev-installed
+	$(BIN)/python -m pytest tests/test_hosts.py -s
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

@@ -294,7 +294,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     device, run_dir = team.device, config.run_dir
     autocast = choose_autocast(config.train.precision, device)
     micro_batch_size = share_batch(config.train, team.size)
-    if team.restarted:
+    if team.restarted():
         config = replace(config, resume=(run_dir / "config.yaml").is_file())
     if team.first:
         refuse_other_run(config)

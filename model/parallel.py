@@ -6,6 +6,7 @@ weights, gradients and optimizer state are spread over all (FSDP2, `fully_shard`
 """
 
 import os
+import signal
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -52,17 +53,20 @@ class Team:
         elif device.type != "cpu":
             raise ValueError(f"device is {device}: several processes need cuda or cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
+        # Python hears no signal while it waits for the others, and torchrun would wait half a minute for its end.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         dist.init_process_group(backend, timeout=PATIENCE, device_id=self.device if backend == "nccl" else None)
+        signal.signal(signal.SIGTERM, handler)
 
     @property
     def first(self) -> bool:
         """Whether this process is the one that writes, logs and measures."""
         return self.rank == 0
 
-    @property
     def restarted(self) -> bool:
-        """Whether torchrun has started the processes again after one of them died."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        """Whether torchrun has started the processes again after one of them died; every process must ask."""
+        # The torchrun of each host counts the deaths on its own host alone.
+        return self.largest(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0
 
     def wait(self) -> None:
         """Return when every process has come here."""
@@ -113,9 +117,7 @@ class Team:
         if self.size == 1:
             return model
         if parallel != "fsdp":
-            self.wrapped = nn.parallel.DistributedDataParallel(
-                model, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            self.wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
             return self.wrapped
         # Imported where it is used: half a second that a run on one process need not wait.
         from torch.distributed.device_mesh import init_device_mesh
