@@ -7,6 +7,7 @@ weights, gradients and optimizer state are spread over all (FSDP2, `fully_shard`
 
 import os
 import signal
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -52,6 +53,14 @@ class Team:
             torch.cuda.set_device(self.device)
         elif device.type != "cpu":
             raise ValueError(f"device is {device}: several processes need cuda or cpu")
+        shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.first and shares and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+            # https://github.com/pytorch/pytorch/issues/135712
+            print(
+                "warning: after a restart torchrun can hang on addresses of processes that died; "
+                "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+                file=sys.stderr,
+            )
         backend = "nccl" if device.type == "cuda" else "gloo"
         # Python hears no signal while it waits for the others, and torchrun would wait half a minute for its end.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
