@@ -281,6 +281,27 @@ def test_program_makes_samples_of_many_prompts_and_json(run, tmp_path: Path):
     assert plain.stdout.startswith("--- prompt 1, sample 1\nthe rope\n\nünder")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes that break")
+def test_output_to_a_reader_that_stops_ends_without_a_word(run):
+    command = f"{sys.executable} {ROOT / 'scripts/generate.py'} {run} --max_new_tokens=3000 | head -c 5"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert len(done.stdout) == 5 and done.stderr.startswith("note: ") and done.stderr.count("\n") == 1
+
+
+def test_the_note_comes_once_and_before_the_text(run):
+    command = [sys.executable, ROOT / "scripts/generate.py", run, "--interactive", "--max_new_tokens=40"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, input="the rope\nthe rope\n", **both)
+    assert done.returncode == 0 and done.stdout.count("note: ") == 1
+    assert done.stdout.index("\nthe rope") > done.stdout.index("note: ")
+
+
+def test_help_says_what_a_run_is(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="0"):
+        write.main(["--help"])
+    assert "A run folder, whose newest checkpoint is taken" in capsys.readouterr().out
+
+
 def test_program_reads_standard_input(run):
     command = [sys.executable, ROOT / "scripts/generate.py", run, "--max_new_tokens=3"]
     done = subprocess.run([*command, "--prompt_file=-"], input="the\nrope", capture_output=True, text=True)
