@@ -136,12 +136,16 @@ class Writer:
 
 
 def read(path: str) -> str:
-    """The text of a file or of standard input; ValueError if it is no UTF-8."""
-    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    """The text of a file or of standard input; ValueError if it cannot be read or is no UTF-8."""
     try:
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give a text file, or - for standard input"
+        ) from None
 
 
 def converse(answer: Callable[[str], None]) -> None:
