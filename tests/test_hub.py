@@ -367,6 +367,9 @@ def test_programs_on_a_trained_run(small_run: list[str], tmp_path: Path, capsys)
     assert "bits per byte.\n" in page and "val_fraction: 0.25" in page and "{" not in page.partition("RoPE as")[0]
     data = [flag for flag in small_run if flag.startswith("--data") and "vocab" not in flag]
     program("scripts/import_hf.py", folder, tmp_path / "runs/imported", *data)
+    settings = ["--train.steps=2", "--train.warmup_steps=1", "--eval.windows=4", "--eval.length_targets=16"]
+    start = [f"--config={tmp_path / 'runs/imported/config.yaml'}", f"--init_from={tmp_path / 'runs/imported'}"]
+    assert "after 2 steps" in program("train.py", *start, "--name=tuned", "--tracking.mode=disabled", *settings)
     (tmp_path / "runs/imported").rename(imported)
     texts = []
     for folder in (run, imported):
