@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import docstring_parser
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
@@ -331,8 +332,9 @@ def _parse(
 ) -> T:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    help_of = {field.arg_name: field.description for field in docstring_parser.parse_from_object(settings).params}
     for name in positional:
-        parser.add_argument(name)
+        parser.add_argument(name, help=help_of[name])
     # --config is only listed here: the file is read by our stricter loader and becomes the defaults.
     if config_file:
         parser.add_argument("--config", help="YAML file of settings; a path, or the name of a shipped file")

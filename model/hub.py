@@ -106,8 +106,9 @@ def load_llama(folder: Path) -> tuple[Transformer, int]:
     What to_llama wrote comes back bit for bit, except that an untied model with scaled embeddings keeps them scaled.
 
     Raises:
-        FileNotFoundError: no config.json, or no weights as safetensors.
-        ValueError: another architecture, something that our model has not, or weights that do not fit.
+        FileNotFoundError: weights as a pickle only.
+        ValueError: files missing or damaged, another architecture, something that our model has not, or weights that
+            do not fit.
     """
     path = folder / "config.json"
     # What LlamaConfig takes where a file says nothing.

@@ -1,6 +1,7 @@
 """Go on from a prompt: `python scripts/generate.py runs/small-rope --prompt "My fellow citizens"`."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.run_folder import open_model
 from configs.schema import ModelOverride, parse, run_guarded
-from data.tokenizer import TextStream, end_of_text_id
+from data.tokenizer import TextStream, end_of_text_id, vocabulary_size
 from model.device import choose_device, compiled_or_plain, keep_freed_memory
 from model.generation import check_sampling, generate
 
@@ -79,6 +80,7 @@ class Writer:
         self.trained = state["context"]
         self.end_of_text = end_of_text_id(self.tokenizer)
         self.forward = compiled_or_plain(self.model.last_logits) if config.compile else None
+        self.noted = False
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of a prompt, which may quote special tokens as text; an empty one starts a document."""
@@ -88,7 +90,8 @@ class Writer:
         """New ids, step by step, with a row for every sample of every prompt."""
         config, ids = self.config, [self.encode(prompt) for prompt in prompts]
         longest = max(map(len, ids)) + config.max_new_tokens
-        if longest > self.trained:
+        if longest > self.trained and not self.noted:
+            self.noted = True
             note = f"note: prompt and text may reach {longest} tokens; the model was trained on {self.trained} and goes on past them"
             print(note, file=sys.stderr)
         seeds = [config.seed + number for _ in prompts for number in range(config.samples)]
@@ -101,15 +104,15 @@ class Writer:
             top_k=config.top_k,
             top_p=config.top_p,
             end_of_text=self.end_of_text,
-            vocab_size=self.tokenizer.get_vocab_size(),
+            vocab_size=vocabulary_size(self.tokenizer),
             forward=self.forward,
         )
 
     def stream(self, prompt: str) -> None:
         """Print a prompt and its text as it is made, never half a character."""
-        stream = TextStream(self.tokenizer)
+        stream, steps = TextStream(self.tokenizer), self.go_on([prompt])
         print(prompt, end="", flush=True)
-        for (chosen,) in self.go_on([prompt]):
+        for (chosen,) in steps:
             print(stream.feed(chosen), end="", flush=True)
         print(stream.finish())
 
@@ -133,12 +136,16 @@ class Writer:
 
 
 def read(path: str) -> str:
-    """The text of a file or of standard input; ValueError if it is no UTF-8."""
-    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    """The text of a file or of standard input; ValueError if it cannot be read or is no UTF-8."""
     try:
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give a text file, or - for standard input"
+        ) from None
 
 
 def converse(answer: Callable[[str], None]) -> None:
@@ -191,4 +198,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # `| head` has read enough: end without a word, as other programs do
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

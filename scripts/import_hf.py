@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.run_folder import describe_machine, refuse_used, write_atomically, write_run_json
 from configs.schema import EvalConfig, Experiment, parse, run_guarded, to_yaml
 from data.config import DataConfig
-from data.tokenizer import fingerprint, load_tokenizer
+from data.tokenizer import fingerprint, load_tokenizer, vocabulary_size
 from model import checkpoint
 from model.hub import load_llama
 
@@ -46,9 +46,9 @@ def convert(config: ImportConfig) -> None:
         raise FileNotFoundError(f"{folder} has no tokenizer.json: give a folder with a Llama model of Hugging Face")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     model, longest = load_llama(folder)
-    if tokenizer.get_vocab_size() > model.vocab_size:
+    if vocabulary_size(tokenizer) > model.vocab_size:
         raise ValueError(
-            f"{folder / 'tokenizer.json'} has {tokenizer.get_vocab_size()} ids and the model {model.vocab_size}: "
+            f"{folder / 'tokenizer.json'} has {vocabulary_size(tokenizer)} ids and the model {model.vocab_size}: "
             "they do not belong together"
         )
     context = config.context or longest

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,43 +68,66 @@ def model(position: str = "rope") -> Transformer:
     return Transformer(ModelConfig(dim=32, n_layers=2, n_heads=2, ffn_dim=64, position=position, init_std=0.2), 50)
 
 
-@pytest.mark.parametrize("position", ["rope", "sinusoidal"])
-@pytest.mark.parametrize("prompt", [1, 5])
-def test_greedy_text_equals_the_uncached_loop(position: str, prompt: int):
-    m, x = model(position), torch.randint(50, (3, prompt), generator=torch.Generator().manual_seed(1))
-    made = torch.tensor(list(generate(m, x.tolist(), 60, temperature=0.0))).T
-    with torch.no_grad():
-        for _ in range(60):
-            x = torch.cat((x, m.eval()(x)[:, -1:].argmax(-1)), dim=1)
-    assert torch.equal(made, x[:, prompt:])
-
-
+TRAINED = 8
 KINDS = [kind for kind in SCALING_KINDS if kind != "none"]
 
 
-@pytest.mark.parametrize("name", [*ENCODINGS, *KINDS, "window"])
-def test_prompts_of_unequal_length_go_on_as_each_would_alone(name: str):
-    """Every encoding, every way of stretching and a window, to three times the trained length of 20, against the uncached loop."""
-    rope = RopeConfig(scaling=ScalingConfig(name, factor=3.0, trained_length=20)) if name in KINDS else RopeConfig()
+def variant(name: str) -> Transformer:
+    """A model of an encoding, of a way of stretching RoPE, or with a window; grouped heads."""
+    scaling = ScalingConfig(name, factor=3.0, trained_length=TRAINED) if name in KINDS else ScalingConfig()
     shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, "init_std": 0.2}
-    position = name if name in ENCODINGS else "rope"
-    m = Transformer(ModelConfig(position=position, rope=rope, window=6 if name == "window" else None, **shape), 50)
-    prompts = [[7], list(range(1, 6)), list(range(20, 29))]
-    made = list(generate(m, prompts, 51, temperature=0.0))
-    rows = [[step[row] for step in made if step[row] is not None] for row in range(3)]
-    for prompt, row in zip(prompts, rows, strict=True):
-        x = torch.tensor([prompt])
-        with torch.no_grad():
-            for _ in range(51):
-                x = torch.cat((x, m.eval()(x)[:, -1:].argmax(-1)), dim=1)
-        assert row == x[0, len(prompt) :].tolist()
+    position, window = name if name in ENCODINGS else "rope", 6 if name == "window" else None
+    return Transformer(ModelConfig(position=position, rope=RopeConfig(scaling=scaling), window=window, **shape), 50)
+
+
+@torch.no_grad()
+def uncached(m: Transformer, prompt: list[int], length: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy text up to `length` tokens, read anew for each, and the logits `(length - 1, vocab)` on the way."""
+    x, logits = torch.tensor([prompt]), []
+    for end in range(1, length):
+        logits.append(m.eval()(x[:, :end])[0, -1])
+        if end == x.shape[1]:
+            x = torch.cat((x, logits[-1].argmax()[None, None]), dim=1)
+    return x[0, len(prompt) :].tolist(), torch.stack(logits)
+
+
+@pytest.mark.parametrize("rows", ["one", "three", "unequal"])
+@pytest.mark.parametrize("prefill", [1, 5, 2 * TRAINED])
+@pytest.mark.parametrize("name", [*ENCODINGS, *KINDS, "window"])
+def test_greedy_text_equals_the_uncached_loop(name: str, prefill: int, rows: str):
+    """Text and logits, in one step and in many, to three times the trained length; and A, then B, then A again."""
+    m, longest = variant(name), 3 * TRAINED + 1
+    draw = torch.Generator().manual_seed(1)
+    lengths = {"one": [prefill], "three": [prefill] * 3, "unequal": [prefill, prefill + 4, prefill + 7]}[rows]
+    prompts = [torch.randint(50, (length,), generator=draw).tolist() for length in lengths]
+    seen: list[torch.Tensor] = []
+
+    def watched(tokens: torch.Tensor, cache: generation.KVCache) -> torch.Tensor:
+        seen.append(m.last_logits(tokens, cache))
+        return seen[-1]
+
+    first = list(generate(m, prompts, longest - prefill, temperature=0.0, forward=watched))
+    for row, prompt in enumerate(prompts):
+        text, logits = uncached(m, prompt, longest)
+        made = [step[row] for step in first if step[row] is not None]
+        assert made[: len(text)] == text and len(made) == longest - prefill
+        gaps = [(there - here[row]).abs().max() for there, here in zip(logits[prefill - 1 :], seen, strict=False)]
+        assert len(gaps) == longest - prefill and max(gaps) < 1e-4
+    other = list(generate(m, [[3, 4]], 3, temperature=0.0))
+    assert list(generate(m, prompts, longest - prefill, temperature=0.0)) == first
+    one = list(generate(m, prompts, 1, temperature=0.0))
+    assert one[0] == first[0] and list(generate(m, [[3, 4]], 3, temperature=0.0)) == other
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "dynamic", "window"])
+def test_prompts_of_unequal_length_go_on_as_each_would_alone(name: str):
+    m, prompts = variant(name), [[7], list(range(1, 6)), list(range(20, 29))]
+    made = list(generate(m, prompts, 20, temperature=0.0))
+    for row, prompt in enumerate(prompts):
+        alone = [token for (token,) in generate(m, [prompt], 20, temperature=0.0)]
+        assert [step[row] for step in made if step[row] is not None] == alone
     # The rest of a longer prompt is read without making anything.
     assert [step.index(None) if None in step else None for step in made[:9]] == [1, 1, 1, 1, 2, 2, 2, 2, None]
-    other = list(generate(m, [[3, 4]], 9, temperature=0.0))
-    assert (
-        list(generate(m, prompts, 51, temperature=0.0)) == made
-        and list(generate(m, [[3, 4]], 9, temperature=0.0)) == other
-    )
 
 
 def test_a_sample_does_not_depend_on_the_others_beside_it():
@@ -197,22 +222,43 @@ def test_only_what_passes_the_trained_length_is_noted(run, capsys: pytest.Captur
         assert (said.err == "") == (tokens <= 32)
 
 
-def test_cache_is_sized_to_the_request(monkeypatch: pytest.MonkeyPatch):
-    made = []
+def allocations(work: Callable[[], object], folder: Path) -> tuple[list[int], int]:
+    """Every piece of memory that torch takes during `work`, also inside its operations, and the most at once, in bytes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    memory = [event["args"] for event in sorted(events, key=lambda e: e.get("ts", 0)) if event["name"] == "[memory]"]
+    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
+    return [event["Bytes"] for event in memory], max(event["Total Allocated"] for event in memory) - before
 
-    class Watched(generation.KVCache):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)
-            made.append(self)
 
-    monkeypatch.setattr(generation, "KVCache", Watched)
-    m = Transformer(ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=64), 50)
-    assert len(list(generate(m, [[1] * 5] * 2, 7, temperature=0.0))) == 7
-    (cache,) = made
-    # layers x batch x key/value heads x (prompt + new tokens) x head dim
-    numbers = [sum(tensor.numel() for tensor in part) for part in (cache.keys, cache.values)]
-    assert numbers == [3 * 2 * 2 * (5 + 7) * 8] * 2
-    assert cache.tokens.shape == cache.positions.shape == (2, 12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cache_is_sized_to_the_request(dtype: torch.dtype, tmp_path: Path):
+    """What is really allocated: the keys and values of every layer, ids and positions, and next to nothing else."""
+    layers, batch, kv_heads, prompt, new, head_dim = 3, 2, 2, 5, 3000, 8
+    m = Transformer(ModelConfig(dim=32, n_layers=layers, n_heads=4, n_kv_heads=kv_heads, ffn_dim=64), 50).to(dtype)
+    steps = generate(m, [[1] * prompt] * batch, new, temperature=0.0)
+    pieces, peak = allocations(lambda: [next(steps) for _ in range(3)], tmp_path)
+    formula = 2 * layers * batch * kv_heads * (prompt + new) * head_dim * dtype.itemsize
+    layer, ids = formula // (2 * layers), batch * (prompt + new) * 8
+    assert sorted(pieces)[-2 - 2 * layers :] == [ids] * 2 + [layer] * 2 * layers
+    assert max(piece for piece in pieces if piece not in (ids, layer)) < 10_000
+    # Small things that lie about take the rest: no second copy of as much as one layer's keys.
+    assert 0 <= peak - formula - 2 * ids < layer
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "yarn", "window"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_decoded_token_copies_no_cache_and_makes_no_mask(name: str, kv_heads: int, tmp_path: Path):
+    m, batch, keys = variant(name), 2, 4000
+    m = Transformer(replace(m.config, n_kv_heads=kv_heads), 50)
+    steps = generate(m, [[1] * keys] * batch, 9, temperature=0.0)
+    next(steps)
+    pieces, _ = allocations(lambda: [next(steps) for _ in range(3)], tmp_path)
+    assert max(pieces) < batch * kv_heads * keys * m.config.head_dim * 4
+    # Nothing has a byte for each key, but for the biases of ALiBi and the mask of a window.
+    assert (max(pieces) < keys) == (name not in ("alibi", "window"))
 
 
 def test_program_makes_samples_of_many_prompts_and_json(run, tmp_path: Path):
@@ -233,6 +279,27 @@ def test_program_makes_samples_of_many_prompts_and_json(run, tmp_path: Path):
         assert one.stdout == f"{prompt}{text['text']}\n"
     plain = run_program(*common, f"--prompt_file={tmp_path / 'prompts'}", "--samples=2")
     assert plain.stdout.startswith("--- prompt 1, sample 1\nthe rope\n\nünder")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes that break")
+def test_output_to_a_reader_that_stops_ends_without_a_word(run):
+    command = f"{sys.executable} {ROOT / 'scripts/generate.py'} {run} --max_new_tokens=3000 | head -c 5"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert len(done.stdout) == 5 and done.stderr.startswith("note: ") and done.stderr.count("\n") == 1
+
+
+def test_the_note_comes_once_and_before_the_text(run):
+    command = [sys.executable, ROOT / "scripts/generate.py", run, "--interactive", "--max_new_tokens=40"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, input="the rope\nthe rope\n", **both)
+    assert done.returncode == 0 and done.stdout.count("note: ") == 1
+    assert done.stdout.index("\nthe rope") > done.stdout.index("note: ")
+
+
+def test_help_says_what_a_run_is(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="0"):
+        write.main(["--help"])
+    assert "A run folder, whose newest checkpoint is taken" in capsys.readouterr().out
 
 
 def test_program_reads_standard_input(run):
@@ -290,10 +357,12 @@ def test_program_takes_any_prompt(run, prompt: str):
         (["nowhere"], "nowhere does not exist"),
         (["configs"], "configs holds no checkpoint"),
         (["RUN", "--top_p=1.5"], "top_p is 1.5"),
+        (["RUN", "--temperature=-1"], "temperature is -1"),
         (["RUN", "--max_new_tokens=-1"], "max_new_tokens is -1"),
         (["RUN", "--samples=0"], "samples is 0"),
         (["RUN", "--prompt=a", "--interactive"], "prompt and interactive are given"),
-        (["RUN", "--prompt_file=nowhere.txt"], "nowhere.txt"),
+        (["RUN", "--prompt_file=nowhere.txt"], "nowhere.txt cannot be read (No such file"),
+        (["RUN", "--prompts_file=configs"], "configs cannot be read (Is a directory)"),
         (["RUN", "--model.window=0"], "model.window is 0"),
         (["RUN", "--device=gpu"], "device is 'gpu'"),
         (["RUN", "--temprature=1"], "did you mean --temperature?"),
