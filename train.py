@@ -56,7 +56,7 @@ from model.device import (
 )
 from model.generation import generate
 from model.parallel import Team, is_spread, spread_like, whole_tensors
-from model.scoring import Read, measure, token_losses
+from model.scoring import Read, measure
 from model.transformer import Transformer
 
 
@@ -144,8 +144,8 @@ def train_step(
         x, y = reader(tokens)(own[first : first + micro_batch_size] * context, context)
         with team.accumulating(last=first + micro_batch_size >= len(own)):
             with autocast:
-                logits = model(x.to(device))
-            part = token_losses(logits, y.to(device)).sum() / (len(windows) * context)
+                nats = model(x.to(device), targets=y.to(device))
+            part = nats / (len(windows) * context)
             # The gradients of all processes will be averaged, and their sum is wanted.
             (part * team.size).backward()
         loss += part.detach()

@@ -44,10 +44,10 @@ def compiled_or_plain(model: torch.nn.Module) -> Callable[..., Tensor]:
     """A compiled form of `model`; where nothing can be compiled it says so once and goes on without."""
     forward = torch.compile(model)
 
-    def call(*inputs: Tensor) -> Tensor:
+    def call(*inputs: Tensor, **named: Tensor) -> Tensor:
         nonlocal forward
         try:
-            return forward(*inputs)
+            return forward(*inputs, **named)
         except RuntimeError as error:
             # Not torch._dynamo's class, which takes a second to import: a second Ctrl-C comes by here too.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -55,7 +55,7 @@ def compiled_or_plain(model: torch.nn.Module) -> Callable[..., Tensor]:
             reason = " ".join(str(error).split())[:200]
             print(f"warning: torch.compile fails ({reason}); going on without it", file=sys.stderr)
             forward = model
-            return model(*inputs)
+            return model(*inputs, **named)
 
     return call
 

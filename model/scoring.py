@@ -6,21 +6,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from model.loss import token_losses
 from model.transformer import Transformer
 
 # Gives x and y, both `(windows, length)` ids, from an array of starts and a length.
 Read = Callable[[Any, int], tuple[Tensor, Tensor]]
-
-
-def token_losses(
-    logits: Float[Tensor, "batch seq vocab"], targets: Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """Nats per target token, in fp32 whatever the dtype of the logits."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
 @torch.no_grad()

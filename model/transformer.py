@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from model.config import EMBEDDING_STD, ModelConfig
 from model.generation import KVCache
 from model.layers import NORM_EPS, Block, RMSNorm
+from model.loss import summed_loss
 from model.positions import encoding_class
 from model.positions.base import PositionEncoding
 
@@ -86,7 +87,11 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq vocab"]:
         """Scores of every next token for hidden states of any positions, before softmax."""
-        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return F.linear(hidden, self.output_head)
+
+    @property
+    def output_head(self) -> Float[Tensor, "vocab dim"]:
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def last_logits(
         self, tokens: Int[Tensor, "batch seq"], cache: KVCache | None = None
@@ -99,16 +104,19 @@ class Transformer(nn.Module):
         tokens: Int[Tensor, "batch seq"],
         positions: Int[Tensor, "#batch seq"] | None = None,
         cache: KVCache | None = None,
-    ) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the token after each of `tokens`.
+        targets: Int[Tensor, "batch seq"] | None = None,
+    ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, ""]:
+        """Logits of the token after each of `tokens`, or with `targets` the sum of their losses in nats.
 
         Args:
             tokens: ids.
             positions: position of each token, any non-negative integers; default 0, 1, 2, ... counted
                 on from what the cache holds. There is no longest position.
             cache: keys and values of the tokens before these; it is extended in place.
+            targets: the token after each of `tokens`, for training.
         """
-        return self.logits(self.hidden_states(tokens, positions, cache))
+        hidden = self.hidden_states(tokens, positions, cache)
+        return self.logits(hidden) if targets is None else summed_loss(hidden, self.output_head, targets)
 
 
 def attention_mask(

@@ -29,8 +29,8 @@ from data.tokenizer import load_tokenizer
 from model.device import choose_autocast, choose_device, compiled_or_plain, keep_freed_memory
 from model.generation import generate
 from model.hub import llama_config, to_llama
+from model.loss import token_losses
 from model.parallel import Team
-from model.scoring import token_losses
 from model.transformer import Transformer
 from train import make_optimizer, train_step
 

@@ -11,8 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import SCALING_KINDS, ModelConfig, RopeConfig, ScalingConfig
+from model.loss import token_losses
 from model.positions import ENCODINGS
-from model.scoring import token_losses
 from model.transformer import Transformer
 
 CASES = [(position, "none") for position in ENCODINGS] + [("rope", kind) for kind in SCALING_KINDS if kind != "none"]

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.schema import Experiment, parse_experiment
 from model.config import ModelConfig
+from model.loss import token_losses
 from model.plan import HARDWARE, Plan, activation_bytes, plan, size
-from model.scoring import token_losses
 from model.transformer import Transformer
 from scripts.benchmark import Contender, Timed, main, ratio
 from train import make_optimizer

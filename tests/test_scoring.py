@@ -10,8 +10,9 @@ import torch
 from data import batches
 from data.prepare import Tokens
 from model.config import ModelConfig
+from model.loss import token_losses
 from model.positions import ENCODINGS
-from model.scoring import measure, score, score_windows, token_losses
+from model.scoring import measure, score, score_windows
 from model.transformer import Transformer
 from train import reader
 

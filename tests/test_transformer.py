@@ -11,8 +11,8 @@ from configs.schema import parse_experiment
 from model.config import SCALING_KINDS, ModelConfig, ScalingConfig
 from model.generation import KVCache
 from model.hub import llama_config, to_llama
+from model.loss import token_losses
 from model.positions import ENCODINGS
-from model.scoring import token_losses
 from model.transformer import Transformer
 
 VOCAB = 97

@@ -1,0 +1,53 @@
+"""Cross-entropy, with and without all logits at once."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Logits held at a time. A vocabulary of 32,000 makes them the largest thing in memory by far.
+LOGITS = 2**23
+
+
+def token_losses(
+    logits: Float[Tensor, "batch seq vocab"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Nats per target token, in fp32 whatever the dtype of the logits."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def summed_loss(
+    hidden: Float[Tensor, "batch seq dim"], head: Float[Tensor, "vocab dim"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, ""]:
+    """Nats of all targets, summed in fp32, from the hidden states and the output head.
+
+    The gradients are made together with the loss, some rows of logits at a time: as many products as usual, and never
+    all logits in memory. So it can be differentiated once and not twice.
+    """
+    return _SummedLoss.apply(hidden.flatten(0, 1), head, targets.flatten())
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        rows = max(1, LOGITS // head.shape[0])
+        for part, h, y in zip(grad_hidden.split(rows), hidden.split(rows), targets.split(rows), strict=True):
+            logits = F.linear(h, head)
+            log_sums = logits.float().logsumexp(-1, keepdim=True)
+            total += (log_sums - logits.gather(1, y[:, None])).sum()
+            # softmax minus one at the target is the gradient by the logits.
+            slope = (logits - log_sums).exp_().scatter_add_(1, y[:, None], -torch.ones_like(log_sums))
+            slope = slope.to(logits.dtype)
+            part.copy_(slope @ head)
+            grad_head += slope.T @ h
+        ctx.save_for_backward(grad_hidden, grad_head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden.mul_(grad), grad_head.mul_(grad), None
