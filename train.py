@@ -5,15 +5,19 @@ optimizer, resume, then step after step with validation and checkpoints, and the
 """
 
 import signal
+import sys
 
 if __name__ == "__main__":
     # Until StopRequest takes over: Ctrl-C while torch is being imported ends quietly, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Help, and mistakes in the settings, need not wait for torch.
+    from configs.schema import parse_experiment
+
+    parse_experiment(sys.argv[1:])
 
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
