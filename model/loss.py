@@ -37,10 +37,10 @@ class _SummedLoss(torch.autograd.Function):
         rows = max(1, LOGITS // head.shape[0])
         for part, h, y in zip(grad_hidden.split(rows), hidden.split(rows), targets.split(rows), strict=True):
             logits = F.linear(h, head)
-            log_sums = logits.float().logsumexp(-1, keepdim=True)
-            total += (log_sums - logits.gather(1, y[:, None])).sum()
-            # softmax minus one at the target is the gradient by the logits.
-            slope = (logits - log_sums).exp_().scatter_add_(1, y[:, None], -torch.ones_like(log_sums))
+            log_shares = F.log_softmax(logits, -1, dtype=torch.float32)
+            total -= log_shares.gather(1, y[:, None]).sum()
+            # The shares, less one at the target, are the gradient by the logits.
+            slope = log_shares.exp_().scatter_add_(1, y[:, None], -torch.ones_like(y[:, None], dtype=torch.float32))
             slope = slope.to(logits.dtype)
             part.copy_(slope @ head)
             grad_head += slope.T @ h
