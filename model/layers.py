@@ -8,6 +8,7 @@ no biases, SwiGLU, rotary positions inside attention.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +37,33 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, equation 4)."""
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        if torch.is_grad_enabled() or x.device.type != "cpu" or torch.compiler.is_compiling():
+        # Elsewhere torch has a fused kernel, and a compiler makes its own; on a CPU it is a chain of ten operations.
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.float64):
             return super().forward(x)
-        # torch's own is a chain of ten operations on a CPU, a tenth of the time of making a token.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(_EPS, length, length, value=1 / x.shape[-1]).rsqrt_() * self.weight
+        return _RMSNorm.apply(x, self.weight) if torch.is_grad_enabled() else x * _scale(x) * self.weight
+
+
+def _scale(x: Tensor) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_EPS, length, length, value=1 / x.shape[-1]).rsqrt_()
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = _scale(x)
+        ctx.save_for_backward(x, scale, weight)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale, weight = ctx.saved_tensors
+        # LayerNorm's kernel told that the mean is 0; it only takes away the mean of grad * weight, which RMSNorm keeps.
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [True, True, False]
+        )
+        return grad_x.addcmul_((grad @ weight)[..., None], scale, value=1 / len(weight)), grad_weight
 
 
 class Attention(nn.Module):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Logits held at a time. A vocabulary of 32,000 makes them the largest thing in memory by far.
-LOGITS = 2**23
+# Logits held at a time, by kind of device: a vocabulary of 32,000 makes them the largest thing in memory by far.
+LOGITS = {"cpu": 2**23, "cuda": 2**27, "mps": 2**25}
 
 
 def token_losses(
@@ -26,6 +26,9 @@ def summed_loss(
     The gradients are made together with the loss, some rows of logits at a time: as many products as usual, and never
     all logits in memory. So it can be differentiated once and not twice.
     """
+    if torch.compiler.is_compiling():
+        # It would write out every part of a loop, and has a fused form of its own.
+        return token_losses(F.linear(hidden, head), targets).sum()
     return _SummedLoss.apply(hidden.flatten(0, 1), head, targets.flatten())
 
 
@@ -34,7 +37,7 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
-        rows = max(1, LOGITS // head.shape[0])
+        rows = max(1, LOGITS[hidden.device.type] // head.shape[0])
         for part, h, y in zip(grad_hidden.split(rows), hidden.split(rows), targets.split(rows), strict=True):
             logits = F.linear(h, head)
             log_shares = F.log_softmax(logits, -1, dtype=torch.float32)

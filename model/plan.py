@@ -71,12 +71,13 @@ def size(config: ModelConfig, vocab_size: int, context: int) -> Size:
 def activation_bytes(config: ModelConfig, bf16: bool) -> int:
     """Bytes a token that the forward pass keeps for the backward pass, without logits; eager, so compiling needs less."""
     wide, narrow, width = config.n_heads * config.head_dim, config.kv_heads * config.head_dim, 2 if bf16 else 4
-    # Either norm keeps what it reads and what it makes in fp32. Attention keeps what it reads, the rotated queries and
+    # Either norm keeps what it reads and its size in fp32. Attention keeps what it reads, the rotated queries and
     # keys, its product (of which the values are a part) and its result; SwiGLU what it reads and four of its width.
     # Autocast casts what gate and up read once for each.
     kept = config.dim + (wide + narrow) + (wide + 2 * narrow) + wide + (2 if bf16 else 1) * config.dim
-    block = 4 * 4 * config.dim + width * (kept + 4 * config.ffn_dim)
-    return config.n_layers * block + (2 * 4 + width) * config.dim
+    norm = 4 * (config.dim + 1)
+    block = 2 * norm + width * (kept + 4 * config.ffn_dim)
+    return config.n_layers * block + norm + width * config.dim
 
 
 def logit_bytes(vocab_size: int, bf16: bool) -> int:

@@ -11,6 +11,7 @@ from configs.schema import parse_experiment
 from model.config import SCALING_KINDS, ModelConfig, ScalingConfig
 from model.generation import KVCache
 from model.hub import llama_config, to_llama
+from model.layers import NORM_EPS, RMSNorm
 from model.loss import token_losses
 from model.positions import ENCODINGS
 from model.transformer import Transformer
@@ -226,3 +227,21 @@ def test_dropout_is_active_in_training_only():
 def test_impossible_shapes_are_refused(changes: dict, words: str):
     with pytest.raises(ValueError, match=words):
         ModelConfig(**{"dim": 32, "n_heads": 4, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rms_norm_and_its_gradients_are_torch_s(dtype: torch.dtype):
+    ours, theirs = RMSNorm(16, eps=NORM_EPS).to(dtype), torch.nn.RMSNorm(16, eps=NORM_EPS).to(dtype)
+    weight = torch.randn(16, dtype=dtype)
+    x = torch.randn(2, 3, 16, dtype=dtype) * torch.tensor([1e-4, 1.0, 1e3], dtype=dtype)[:, None]  # one near eps
+    grad = torch.randn(2, 3, 16, dtype=dtype)
+    results = []
+    for norm in (ours, theirs):
+        norm.weight.data.copy_(weight)
+        own = x.clone().requires_grad_()
+        y = norm(own)
+        results.append((y.detach(), *torch.autograd.grad(y, (own, norm.weight), grad)))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(ours(x), results[1][0], rtol=1e-5, atol=1e-5)
