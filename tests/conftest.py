@@ -24,7 +24,7 @@ os.environ.pop("WANDB_API_KEY", None)
 
 
 # The longest files go first, so that neither of two test processes is left alone with one at the end.
-LONGEST = ("test_study", "test_faults", "test_readme", "test_torture")
+LONGEST = ("test_study", "test_faults", "test_generation", "test_readme", "test_parallel", "test_torture")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """Several processes are one run: real torchrun, real gloo, real SIGKILL."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from conftest import ROOT, run_program
 from safetensors.torch import load_file
 
 from data.batches import TrainingOrder
+from model.parallel import Team
 
 
 def torchrun(processes: int, *options: str) -> list[str]:
@@ -86,13 +88,20 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
     assert facts["status"] == "finished" and facts["processes"] == 2
 
 
-@pytest.mark.parametrize("saved_by", ["one", "ddp", "fsdp"])
-@pytest.mark.parametrize("resumed_by", ["one", "ddp", "fsdp"])
+KINDS = ("one", "ddp", "fsdp")
+# Each kind saves once and resumes once; the other pairs are slow tests. One with one is in test_train.py, bit for bit.
+QUICK = {("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "one")}
+PAIRS = [
+    pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
+    for pair in itertools.product(KINDS, KINDS)
+    if pair != ("one", "one")
+]
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), PAIRS)
 def test_each_saves_and_each_other_resumes(
     runs: dict[str, Path], arguments: list[str], tmp_path: Path, saved_by: str, resumed_by: str
 ):
-    if saved_by == resumed_by == "one":
-        pytest.skip("test_train.py has it, bit for bit")
     folder = tmp_path / saved_by
     subprocess.run(["cp", "-r", runs[saved_by], folder], check=True)
     last = sorted((folder / "checkpoints").iterdir())[-1]
@@ -122,16 +131,12 @@ def test_each_saves_and_each_other_resumes(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_processes_share_one_batch(size: int):
-    class Member:
-        from model.parallel import Team
-
-        share = Team.share
-
-        def __init__(self, rank: int) -> None:
-            self.rank, self.size = rank, size
-
-    chosen = TrainingOrder(100, 8, seed=3).at(5)
-    assert np.array_equal(np.concatenate([Member(rank).share(chosen) for rank in range(size)]), chosen)
+    chosen, parts = TrainingOrder(100, 8, seed=3).at(5), []
+    for rank in range(size):
+        member = Team(torch.device("cpu"))
+        member.rank, member.size = rank, size
+        parts.append(member.share(chosen))
+    assert np.array_equal(np.concatenate(parts), chosen)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(arguments: list[str]):

@@ -59,7 +59,11 @@ def test_command(command: str, folder: Path):
     """In the README's order: later commands use the runs of earlier ones."""
     bin_dir = Path(sys.executable).parent
     for script, flags in SHORT.items():
-        if f"python {script}" in command and "--help" not in command and "--print_config" not in command:
+        if (
+            re.search(rf"(python|torchrun .*) {re.escape(script)}", command)
+            and "--help" not in command
+            and "--print_config" not in command
+        ):
             command = f"{command} {flags}"
     done = subprocess.run(
         ["bash", "-c", command],
