@@ -125,7 +125,7 @@ class Plan:
             return "fits"
         if fitting:
             return f"too much; fits with train.micro_batch_size {fitting}"
-        if self.sequences_that_fit(self.sharded):
+        if self.devices > 1 and self.sequences_that_fit(self.sharded):
             return "too much; shard it with FSDP"
         return "too much; take more devices with FSDP, or a smaller model"
 

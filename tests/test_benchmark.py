@@ -194,7 +194,12 @@ QUICK = ("--shape=tiny.yaml", "--vocab_size=300", "--rounds=2", "--steps=1")
     ("arguments", "names", "keys"),
     [
         (["train", *QUICK], ["transformers", "ropewalk"], ["ratio_to_transformers_eager", "sgemm_fraction"]),
-        (["encodings", *QUICK], ["rope", "sinusoidal", "alibi", "nope"], ["alibi_to_rope"]),
+        pytest.param(
+            ["encodings", *QUICK],
+            ["rope", "sinusoidal", "alibi", "nope"],
+            ["alibi_to_rope"],
+            marks=pytest.mark.slow,
+        ),
         (
             ["decode", *QUICK, "--new_tokens=6"],
             ["transformers", "ropewalk", "ropewalk, 16 rows", "ropewalk, no cache"],

@@ -91,9 +91,19 @@ def uncached(m: Transformer, prompt: list[int], length: int) -> tuple[list[int],
     return x[0, len(prompt) :].tolist(), torch.stack(logits)
 
 
-@pytest.mark.parametrize("rows", ["one", "three", "unequal"])
-@pytest.mark.parametrize("prefill", [1, 5, 2 * TRAINED])
-@pytest.mark.parametrize("name", [*ENCODINGS, *KINDS, "window"])
+# The whole matrix for the encodings and the two that read anew or look back less; a corner of it for the others.
+MATRIX = [
+    pytest.param(
+        name, prefill, rows, marks=[] if name in (*ENCODINGS, "dynamic", "window") or quick else pytest.mark.slow
+    )
+    for name in (*ENCODINGS, *KINDS, "window")
+    for prefill in (1, 5, 2 * TRAINED)
+    for rows in ("one", "three", "unequal")
+    for quick in [(prefill, rows) == (5, "unequal")]
+]
+
+
+@pytest.mark.parametrize(("name", "prefill", "rows"), MATRIX)
 def test_greedy_text_equals_the_uncached_loop(name: str, prefill: int, rows: str):
     """Text and logits, in one step and in many, to three times the trained length; and A, then B, then A again."""
     m, longest = variant(name), 3 * TRAINED + 1

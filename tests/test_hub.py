@@ -129,7 +129,15 @@ def test_without_the_change_of_rows_logits_differ(make_run):
         assert (stretched(run, ())(x) - theirs(folder)(input_ids=x).logits).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("name, flags", CASES, ids=NAMES)
+# Reading 200 tokens twice takes seconds a case: one of every kind here, the rest with the slow tests.
+QUICK_NAMES = ("plain", "grouped", "yarn", "llama3", "dynamic", "linear")
+GREEDY = [
+    pytest.param(*case, id=name, marks=[] if name in QUICK_NAMES else pytest.mark.slow)
+    for case, name in zip(CASES, NAMES, strict=True)
+]
+
+
+@pytest.mark.parametrize("name, flags", GREEDY)
 def test_greedy_text_is_that_of_transformers(make_run, name: str, flags: tuple[str, ...]):
     """200 tokens, three times past the trained length, with the generation settings that are exported."""
     # Large weights write varied text, which the cache of dynamic changes.

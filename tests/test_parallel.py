@@ -71,7 +71,7 @@ def runs(arguments: list[str]) -> dict[str, Path]:
     """The same 20 steps, with two checkpoints, by one process, by two with ddp and by two with fsdp."""
     out = Path(arguments[-1].partition("=")[2])
     for name in ("one", "ddp", "fsdp"):
-        flags = [] if name == "one" else [f"--train.parallel={name}"]
+        flags = [] if name == "one" else [f"--train.parallel={name}", "--tracking.mode=offline"]
         done = go(1 if name == "one" else 2, arguments, f"--name={name}", *flags)
         assert done.stdout.count("bits/byte on held-out text") == 1, "one process alone speaks"
         shape = "4 x 1" if name == "one" else "2 processes x 2 x 1"
@@ -89,8 +89,8 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
 
 
 KINDS = ("one", "ddp", "fsdp")
-# Each kind saves once and resumes once; the other pairs are slow tests. One with one is in test_train.py, bit for bit.
-QUICK = {("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "one")}
+# The other pairs are slow tests. One with one is in test_train.py, bit for bit.
+QUICK = {("one", "fsdp"), ("fsdp", "ddp")}
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
     for pair in itertools.product(KINDS, KINDS)
@@ -175,6 +175,7 @@ def workers(parent: int) -> list[int]:
 LONG = ["--train.steps=60", "--train.learning_rate=1e-3", "--eval.every=1"]
 
 
+@pytest.mark.slow  # test_hosts.py has one in every run
 def test_a_killed_worker_is_started_again_and_the_run_ends_the_same(arguments: list[str], tmp_path: Path):
     arguments = [*arguments[:-1], *LONG, f"--out_dir={tmp_path}"]
     go(1, arguments, "--name=alone")
@@ -201,7 +202,5 @@ def test_an_interrupt_stops_all_after_one_step(runs: dict[str, Path], arguments:
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-def test_wandb_has_one_run(runs: dict[str, Path], arguments: list[str]):
-    run = runs["one"].parent / "tracked"
-    go(2, arguments, f"--name={run.name}", "--tracking.mode=offline", "--train.steps=4")
-    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+def test_wandb_has_one_run(runs: dict[str, Path]):
+    assert len(list((runs["ddp"] / "wandb").glob("offline-run-*"))) == 1

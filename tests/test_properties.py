@@ -94,6 +94,7 @@ def experiments(draw: st.DrawFn) -> Experiment:
         learning_rate=draw(POSITIVE),
         warmup_steps=draw(st.integers(0, steps)),
         schedule=draw(st.sampled_from(["cosine", "wsd"])),
+        parallel=draw(st.sampled_from(["auto", "ddp", "fsdp"])),
         decay_fraction=draw(st.floats(0, 1)),
         min_lr_ratio=draw(st.floats(0, 1)),
         weight_decay=draw(POSITIVE),
