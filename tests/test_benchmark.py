@@ -200,17 +200,23 @@ QUICK = ("--shape=tiny.yaml", "--vocab_size=300", "--rounds=2", "--steps=1")
             ["alibi_to_rope"],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["decode", *QUICK, "--new_tokens=6"],
             ["transformers", "ropewalk", "ropewalk, 16 rows", "ropewalk, no cache"],
             ["ratio_to_transformers", "ratio_to_uncached", "batch_16_ratio"],
+            marks=pytest.mark.slow,
         ),
         (
             ["prepare", "--limit=10", "--rounds=1"],
             ["train a tokenizer and encode", "encode with a ready tokenizer", "tokenizers' encode_batch_fast"],
             ["ratio_to_encode_batch_fast", "bytes_per_second"],
         ),
-        (["startup", "--rounds=1"], ["help_seconds", "first_step_seconds"], ["help_seconds", "first_step_seconds"]),
+        pytest.param(
+            ["startup", "--rounds=1"],
+            ["help_seconds", "first_step_seconds"],
+            ["help_seconds", "first_step_seconds"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["train", *QUICK, "--compile"],
             ["transformers", "ropewalk", "transformers compiled", "ropewalk compiled"],

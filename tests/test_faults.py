@@ -356,6 +356,7 @@ def test_no_network_means_offline_after_one_line(small_run: list[str], tmp_path:
     assert [p["step"] for p in points(tmp_path / "runs/run") if "train/loss" in p] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_an_id_that_exists_and_offline_resumes_keep_one_continuous_record(small_run: list[str], tmp_path: Path):
     settings = [*small_run, "--tracking.mode=offline"]
     run = tmp_path / "runs" / "run"

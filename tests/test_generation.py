@@ -91,11 +91,9 @@ def uncached(m: Transformer, prompt: list[int], length: int) -> tuple[list[int],
     return x[0, len(prompt) :].tolist(), torch.stack(logits)
 
 
-# The whole matrix for the encodings and the two that read anew or look back less; a corner of it for the others.
+# The whole matrix for the encodings; a corner of it for the ways of stretching and the window, the rest slow.
 MATRIX = [
-    pytest.param(
-        name, prefill, rows, marks=[] if name in (*ENCODINGS, "dynamic", "window") or quick else pytest.mark.slow
-    )
+    pytest.param(name, prefill, rows, marks=[] if name in ENCODINGS or quick else pytest.mark.slow)
     for name in (*ENCODINGS, *KINDS, "window")
     for prefill in (1, 5, 2 * TRAINED)
     for rows in ("one", "three", "unequal")

@@ -90,7 +90,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
 
 KINDS = ("one", "ddp", "fsdp")
 # The other pairs are slow tests. One with one is in test_train.py, bit for bit.
-QUICK = {("one", "fsdp"), ("fsdp", "ddp")}
+QUICK = {("one", "fsdp")}
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
     for pair in itertools.product(KINDS, KINDS)

@@ -203,6 +203,7 @@ def test_wandb_has_the_length_points_of_both_and_the_tables_of_the_comparison(st
     )
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_and_mixes_nothing(study, text_folder: Path, tmp_path: Path):
     """SIGKILL while two runs train at once; the study started again ends with the weights of the unbroken one."""
     command = [
