@@ -188,9 +188,11 @@ def take_turns(flags: dict[str, list[str]], rounds: int) -> dict[str, Timed]:
     """Time contenders, given by name and flags, against each other. ValueError when one fails."""
     contenders: dict[str, Contender] = {}
     try:
+        timed = {}
         for name in flags:
+            # One after the other: the threads of several that warm up at once would wait for each other.
             contenders[name] = Contender(flags[name])
-        timed = {name: Timed(contender.answer(), []) for name, contender in contenders.items()}
+            timed[name] = Timed(contenders[name].answer(), [])
         names = list(flags)
         for number in range(rounds):
             # Each goes first, second, ... equally often.
