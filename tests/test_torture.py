@@ -21,7 +21,7 @@ from test_train import assert_same_run
 
 from model import checkpoint
 
-KILLS = int(os.environ.get("KILLS", "6"))
+KILLS = int(os.environ.get("KILLS", "10"))
 # Share of the kills in each phase. Preparation comes first and the end of the run last; the others are mixed.
 PHASES = {"preparation": 0.1, "start": 0.1, "step": 0.3, "evaluation": 0.1, "checkpoint": 0.3, "end": 0.1}
 
