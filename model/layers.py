@@ -36,6 +36,9 @@ def matrix(rows: int, columns: int) -> nn.Parameter:
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, equation 4)."""
 
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, eps=NORM_EPS)
+
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         # Elsewhere torch has a fused kernel, and a compiler makes its own; on a CPU it is a chain of ten operations.
         if x.device.type != "cpu" or torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.float64):
@@ -116,9 +119,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, eps=NORM_EPS)
+        self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, eps=NORM_EPS)
+        self.ffn_norm = RMSNorm(config.dim)
         self.ffn = SwiGLU(config)
         self.dropout = config.dropout
 

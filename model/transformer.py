@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.config import EMBEDDING_STD, ModelConfig
 from model.generation import KVCache
-from model.layers import NORM_EPS, Block, RMSNorm
+from model.layers import Block, RMSNorm
 from model.loss import summed_loss
 from model.positions import encoding_class
 from model.positions.base import PositionEncoding
@@ -36,7 +36,7 @@ class Transformer(nn.Module):
         self.encoding = encoding_class(config.position)
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.dim, eps=NORM_EPS)
+        self.norm = RMSNorm(config.dim)
         # A tied head is the embedding itself and has no name of its own: nothing to untie by accident.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, vocab_size, bias=False)
         self.initialise(seed)

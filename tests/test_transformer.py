@@ -231,7 +231,7 @@ def test_impossible_shapes_are_refused(changes: dict, words: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rms_norm_and_its_gradients_are_torch_s(dtype: torch.dtype):
-    ours, theirs = RMSNorm(16, eps=NORM_EPS).to(dtype), torch.nn.RMSNorm(16, eps=NORM_EPS).to(dtype)
+    ours, theirs = RMSNorm(16).to(dtype), torch.nn.RMSNorm(16, eps=NORM_EPS).to(dtype)
     weight = torch.randn(16, dtype=dtype)
     x = torch.randn(2, 3, 16, dtype=dtype) * torch.tensor([1e-4, 1.0, 1e3], dtype=dtype)[:, None]  # one near eps
     grad = torch.randn(2, 3, 16, dtype=dtype)
