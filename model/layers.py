@@ -40,10 +40,16 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps=NORM_EPS)
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        # Elsewhere torch has a fused kernel, and a compiler makes its own; on a CPU it is a chain of ten operations.
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.float64):
+        # Elsewhere torch has a fused kernel; on a CPU it is a chain of ten operations.
+        if not _by_hand(x):
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight) if torch.is_grad_enabled() else x * _scale(x) * self.weight
+
+
+def _by_hand(x: Tensor) -> bool:
+    """Whether backward passes are written out here: on a CPU, where a compiler does not write better ones."""
+    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and plain
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -111,7 +117,31 @@ class SwiGLU(nn.Module):
         self.down = matrix(config.dim, config.ffn_dim)
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
+        if _by_hand(x) and torch.is_grad_enabled():
+            return _SwiGLU.apply(x.flatten(0, -2), self.gate, self.up, self.down).view_as(x)
         return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """What autograd would do, but gradients are made in the place of what they need no longer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gated, raised = F.linear(x, gate), F.linear(x, up)
+        shape = F.silu(gated)
+        inner = shape * raised
+        ctx.save_for_backward(x, gate, up, down, gated, raised, shape, inner)
+        return F.linear(inner, down)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, gate, up, down, gated, raised, shape, inner = ctx.saved_tensors
+        grad_down = grad.T @ inner
+        grad_inner = torch.mm(grad, down, out=inner)
+        grad_raised = shape.mul_(grad_inner)
+        grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(raised), gated)
+        grad_x = (grad_gated @ gate).addmm_(grad_raised, up)
+        return grad_x, grad_gated.T @ x, grad_raised.T @ x, grad_down
 
 
 class Block(nn.Module):

@@ -38,13 +38,17 @@ class _SummedLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
         rows = max(1, LOGITS[hidden.device.type] // head.shape[0])
-        for part, h, y in zip(grad_hidden.split(rows), hidden.split(rows), targets.split(rows), strict=True):
+        parts = zip(grad_hidden.split(rows), hidden.split(rows), targets[:, None].split(rows), strict=True)
+        for part, h, y in parts:
+            # Softmax in place, in fp32: log_softmax takes fresh memory and longer than all of this.
             logits = F.linear(h, head)
-            log_shares = F.log_softmax(logits, -1, dtype=torch.float32)
-            total -= log_shares.gather(1, y[:, None]).sum()
+            z, dtype = logits.float(), logits.dtype
+            z -= z.amax(1, keepdim=True)
+            at_target = z.gather(1, y)
+            total_exp = z.exp_().sum(1, keepdim=True)
+            total += (total_exp.log() - at_target).sum()
             # The shares, less one at the target, are the gradient by the logits.
-            slope = log_shares.exp_().scatter_add_(1, y[:, None], -torch.ones_like(y[:, None], dtype=torch.float32))
-            slope = slope.to(logits.dtype)
+            slope = z.mul_(total_exp.reciprocal()).scatter_add_(1, y, -torch.ones_like(at_target)).to(dtype)
             part.copy_(slope @ head)
             grad_head += slope.T @ h
         ctx.save_for_backward(grad_hidden, grad_head)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from configs.schema import parse_experiment
 from model.config import SCALING_KINDS, ModelConfig, ScalingConfig
 from model.generation import KVCache
 from model.hub import llama_config, to_llama
-from model.layers import NORM_EPS, RMSNorm
+from model.layers import NORM_EPS, RMSNorm, SwiGLU
 from model.loss import token_losses
 from model.positions import ENCODINGS
 from model.transformer import Transformer
@@ -164,7 +165,7 @@ def test_bf16_model_keeps_positions_exact(position: str):
     with torch.no_grad():
         exact = model(x, positions=positions).flatten()
         rounded = model.bfloat16()(x, positions=positions).float().flatten()
-    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.999
+    assert F.cosine_similarity(exact, rounded, dim=0) > 0.999
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -177,7 +178,7 @@ def test_autocast_keeps_positions_exact(position: str):
         with torch.autocast("cpu", torch.bfloat16):
             cold, warm = (model(x, positions=positions).float().flatten() for _ in range(2))
     assert torch.equal(cold, warm)
-    assert torch.nn.functional.cosine_similarity(exact, cold, dim=0) > 0.999
+    assert F.cosine_similarity(exact, cold, dim=0) > 0.999
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -245,3 +246,19 @@ def test_rms_norm_and_its_gradients_are_torch_s(dtype: torch.dtype):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert torch.allclose(ours(x), results[1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_swiglu_and_its_gradients_are_autograd_s(dtype: torch.dtype):
+    ffn = SwiGLU(ModelConfig(dim=16, n_heads=2, ffn_dim=24)).to(dtype)
+    for parameter in ffn.parameters():
+        torch.nn.init.normal_(parameter)
+    grad = torch.randn(2, 3, 16, dtype=dtype)
+    results = []
+    for plain in (False, True):
+        x = torch.linspace(-3, 3, 96, dtype=dtype).view(2, 3, 16).requires_grad_()
+        weights = ffn.gate, ffn.up, ffn.down
+        y = F.linear(F.silu(F.linear(x, ffn.gate)) * F.linear(x, ffn.up), ffn.down) if plain else ffn(x)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, *weights), grad)))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
