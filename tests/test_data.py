@@ -122,6 +122,7 @@ def test_a_long_text_cut_in_pieces_keeps_its_ids(
 ):
     """What merges across words, or has a token of two words, is cut only where it parts."""
     monkeypatch.setattr("data.tokenizer.PIECE", 700)
+    monkeypatch.setattr("data.tokenizer.ASKED_PIECE", 700)
     text = "\n".join(texts).replace("along a", "along\na") + " a rope" * 1000
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if kind == "llama 3":

@@ -183,7 +183,7 @@ def test_of_a_large_entry_the_sizes_are_checked_at_every_start_and_the_rest_by_t
 
 
 def test_one_long_text_is_encoded_in_pieces(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("data.tokenizer.PIECE", 1000)
+    monkeypatch.setattr("data.tokenizer.PIECE", 100)
     monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", 3500)
     (tmp_path / "t").mkdir()
     for number in range(3):
