@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.schema import Experiment, fail, parse, parse_experiment, read_yaml, run_guarded
 from configs.tracking import new_figure, save_figure
 from data.config import DataConfig
+from data.corpus import open_corpus
 from data.prepare import prepare as prepare_data
 from model.plan import HARDWARE, Hardware, Plan, plan, size
 from model.positions import ENCODINGS
@@ -64,17 +66,19 @@ class BenchmarkConfig:
     """decode: tokens of a text."""
     compile: bool = False
     """train, decode: time both libraries compiled as well."""
-    limit: int | None = None
-    """prepare: documents of the default text; null takes all."""
+    megabytes: float = 20
+    """prepare: how much text, made from the default one."""
     out: str | None = None
     """scaling: folder of its pictures; null draws none."""
     json: str | None = None
     """File to write the table and its figures to."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "vocab_size", "rounds", "steps", "new_tokens", "limit"):
+        for name in ("batch_size", "vocab_size", "rounds", "steps", "new_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}: give 1 or more")
+        if self.megabytes <= 0:
+            raise ValueError(f"megabytes is {self.megabytes}: give more than 0")
         read_yaml(self.shape)  # refused here, if it is not there, and not by every contender
 
     @property
@@ -283,19 +287,31 @@ def decode(config: BenchmarkConfig) -> Report:
     return Report(title(f"text of {config.new_tokens} tokens, {config.shape}", config, timed), rows(timed), figures)
 
 
+def write_text(path: Path, size: float) -> None:
+    """At least `size` bytes of text as rows of JSON: documents of the default text, their paragraphs shuffled."""
+    documents, rng = [document.text for document in open_corpus(DataConfig())], random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        while size > 0:
+            paragraphs = rng.choice(documents).split("\n")
+            rng.shuffle(paragraphs)
+            text = "\n".join(paragraphs)
+            size -= len(text.encode())
+            file.write(json.dumps({"text": text}) + "\n")
+
+
 def prepare(config: BenchmarkConfig) -> Report:
-    """Making a cache entry of the default text, with its tokenizer and with one that is ready; and encoding alone."""
+    """Making a cache entry, with its tokenizer and with one that is ready; and encoding alone, in batches."""
     with tempfile.TemporaryDirectory() as folder:
-        limit = "null" if config.limit is None else config.limit
-        first = prepare_data(DataConfig(limit=config.limit, cache_dir=folder), lambda _: None)
+        write_text(Path(folder, "text.jsonl"), 1e6 * config.megabytes)
+        text = ["--data.source=files", f"--data.path={folder}/text.jsonl", f"--data.cache_dir={folder}"]
+        first = prepare_data(parse_experiment(text).data, lambda _: None)
         ready = f"--data.tokenizer={first.folder / 'tokenizer.json'}"
         flags = {
             "train a tokenizer and encode": ["--task=prepare"],
             "encode with a ready tokenizer": ["--task=prepare", ready],
             "tokenizers' encode_batch_fast": ["--task=encode", ready],
         }
-        places = [f"--data.limit={limit}", f"--data.cache_dir={folder}"]
-        timed = take_turns({name: [*places, *own] for name, own in flags.items()}, config.turns)
+        timed = take_turns({name: [*text, *own] for name, own in flags.items()}, config.turns)
     whole, encoded, alone = timed.values()
     table = [
         {"name": name, "seconds": statistics.median(one.seconds), "MB/s": one.rate / 1e6} for name, one in timed.items()

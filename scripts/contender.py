@@ -85,7 +85,9 @@ def reader(config: ContenderConfig) -> Turn:
     work = sum(len(text.encode()) for text in texts)
     if config.task == "encode":
         tokenizer = load_tokenizer(config.data.tokenizer)
-        return lambda: tokenizer.encode_batch_fast(texts, add_special_tokens=False), work
+        # Some megabytes at a time: of all of it at once, the results would take tens of times its memory.
+        batches = [texts[first : first + 100] for first in range(0, len(texts), 100)]
+        return lambda: [len(tokenizer.encode_batch_fast(batch, add_special_tokens=False)) for batch in batches], work
     folders = (f"{config.data.cache_dir}/{os.getpid()}-{number}" for number in itertools.count())
     return lambda: prepare(replace(config.data, cache_dir=next(folders)), lambda _: None), work
 

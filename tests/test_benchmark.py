@@ -207,7 +207,7 @@ QUICK = ("--shape=tiny.yaml", "--vocab_size=300", "--rounds=2", "--steps=1")
             marks=pytest.mark.slow,
         ),
         (
-            ["prepare", "--limit=10", "--rounds=1"],
+            ["prepare", "--megabytes=0.2", "--rounds=1"],
             ["train a tokenizer and encode", "encode with a ready tokenizer", "tokenizers' encode_batch_fast"],
             ["ratio_to_encode_batch_fast", "bytes_per_second"],
         ),
