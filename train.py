@@ -179,7 +179,7 @@ def block_ends(data: PreparedData, config: Experiment, contexts: list[int]) -> n
 
 
 def measure_lengths(
-    model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager
+    model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager, team: Team | None = None
 ) -> dict:
     """Loss by context on the same held-out targets: every context ends at the same blocks, inside one document.
 
@@ -193,8 +193,9 @@ def measure_lengths(
     rows, ends = [], np.empty(0, np.int64)
     if contexts:
         ends = block_ends(data, config, contexts)
-    for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not interactive()):
-        row = measure(model, read, ends - context, context, block, token_bytes, config.eval.batch_tokens, autocast)
+    bars, batch_tokens = interactive() and (team is None or team.first), config.eval.batch_tokens
+    for context in tqdm(contexts, desc="length curve", unit="context", leave=False, disable=not bars):
+        row = measure(model, read, ends - context, context, block, token_bytes, batch_tokens, autocast, team)
         rows.append({"context": context, **row})
     return {
         "trained_context": config.data.context,
@@ -366,18 +367,18 @@ def run(config: Experiment, stop: StopRequest) -> None:
         checkpoint.prune(run_dir, config.train.keep_checkpoints)
 
     def validate() -> None:
-        whole = team.whole(model)
+        batch_tokens = config.eval.batch_tokens
+        result = measure(model, read, val_starts, context, context, token_bytes, batch_tokens, autocast, team)
+        # All processes that hold a part of the model must take part, even if one alone writes.
+        text = sample(model, data, config) if config.eval.sample_tokens and (record or team.sharded) else None
         if not record:
             return
-        batch_tokens = config.eval.batch_tokens
-        result = measure(whole, read, val_starts, context, context, token_bytes, batch_tokens, autocast)
         progress.val_loss = result["loss"]
         log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
         say(
             f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte"
         )
-        if config.eval.sample_tokens:
-            text = sample(whole, data, config)
+        if text is not None:
             with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {progress.step}\n{text}\n")
             record.tracker.log_table("samples", ["step", "text"], [[progress.step, text]])
@@ -433,9 +434,9 @@ def run(config: Experiment, stop: StopRequest) -> None:
             signalled = team.largest(stop.signal or 0)
         if signalled:
             save()
-        whole = team.whole(model)
     bar.close()
     stop.graceful = False  # all is saved: from here on a signal stops at once
+    lengths = None if signalled else measure_lengths(model, data, config, autocast, team)
     team.leave()
     if signalled:
         if record:
@@ -445,7 +446,6 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if not record:
         return
 
-    lengths = measure_lengths(whole, data, config, autocast)
     write_atomically(run_dir / "lengths.json", json.dumps(lengths, indent=2) + "\n")
     if lengths["by_context"]:
         plot_lengths(lengths, config.model.position, record.seeded_name, run_dir / "lengths.png")

@@ -29,7 +29,7 @@ class Team:
     Args:
         device: the device asked for; `cuda` becomes the GPU of this process.
 
-    Attributes: `rank` of `size` processes, `local_rank` on this machine, and `device`.
+    Attributes: `rank` of `size` processes, `local_rank` on this machine, `device`, and whether the model is `sharded`.
 
     Raises:
         ValueError: several processes on a device that cannot be shared out.
@@ -41,6 +41,7 @@ class Team:
         )
         self.device = device
         self.wrapped: Any = None
+        self.sharded = False
         if self.size == 1:
             return
         if device.type == "cuda":
@@ -115,6 +116,15 @@ class Team:
         each = len(windows) // self.size
         return windows[self.rank * each : (self.rank + 1) * each]
 
+    def portion(self, starts: Any) -> tuple[Any, int]:
+        """This process's part of windows to be scored, and how many of it count.
+
+        All get equally many, since with fsdp all must call the model equally often: at the end the first again.
+        """
+        each = -(-len(starts) // self.size)
+        own = list(range(len(starts)))[self.rank * each : (self.rank + 1) * each]
+        return starts[own + [0] * (each - len(own))], len(own)
+
     def spread(self, model: Transformer, parallel: Literal["auto", "ddp", "fsdp"], bf16: bool) -> nn.Module:
         """Put a model, alike in all processes, into the form that is called in training.
 
@@ -130,13 +140,15 @@ class Team:
             return self.wrapped
         # Imported where it is used: half a second that a run on one process need not wait.
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+        self.sharded = True
         mesh = init_device_mesh(self.device.type, (self.size,))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         self.wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
+        register_fsdp_forward_method(model, "hidden_states")  # what scoring and generation call
         return self.wrapped
 
     def accumulating(self, last: bool) -> AbstractContextManager:
@@ -150,7 +162,7 @@ class Team:
 
     def whole(self, model: Transformer) -> Transformer:
         """`model`, or with fsdp a copy in one piece, on the first process; every process must take part."""
-        if not is_spread(next(model.parameters())):
+        if not self.sharded:
             return model
         weights = whole_tensors(model.state_dict())
         if not self.first:

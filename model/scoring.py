@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from model.loss import token_losses
+from model.parallel import Team
 from model.transformer import Transformer
 
 # Gives x and y, both `(windows, length)` ids, from an array of starts and a length.
@@ -83,16 +84,22 @@ def measure(
     token_bytes: Int[Tensor, "vocab"],
     batch_tokens: int,
     autocast: AbstractContextManager,
+    team: Team | None = None,
 ) -> dict[str, float]:
     """Loss of the last `scored` targets of every window: sums over counts, in nats per token and bits per byte.
 
-    Args as for score_windows, and `token_bytes`, the bytes of text each id stands for.
+    Args as for score_windows, and `token_bytes`, the bytes of text each id stands for; the processes of a `team` share
+    the windows, must all call this, and get the same result.
     """
+    own, counted = team.portion(starts) if team else (starts, len(starts))
     nats, count, size = 0.0, 0, 0
-    for losses, targets in score_windows(model, read, starts, context, scored, batch_tokens, autocast):
-        nats += losses.double().sum().item()
-        count += targets.numel()
-        size += int(token_bytes[targets].sum())
+    for losses, targets in score_windows(model, read, own, context, scored, batch_tokens, autocast):
+        nats += losses[:counted].double().sum().item()
+        count += targets[:counted].numel()
+        size += int(token_bytes[targets[:counted]].sum())
+        counted = max(0, counted - len(targets))
+    if team:
+        nats, count, size = map(sum, zip(*team.collect((nats, count, size)), strict=True))
     loss = nats / count
     return {
         "loss": loss,
