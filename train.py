@@ -63,6 +63,9 @@ from model.parallel import Team, is_spread, spread_like, whole_tensors
 from model.scoring import Read, measure
 from model.transformer import Transformer
 
+# Compiling takes a minute or so, and is repaid at a tenth of a second a step.
+COMPILED_STEPS = 1000
+
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient stopped being a number."""
@@ -114,19 +117,29 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
 
 
-def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: norm gains have one dimension and no reason to shrink."""
-    parameters = list(model.parameters())
+def make_optimizers(model: torch.nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, which decays matrices only: norm gains have one dimension and no reason to shrink.
+
+    With muon the matrices of the blocks have Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) instead,
+    its updates scaled to AdamW's RMS, so that one learning rate and one decay fit both (Liu et al. 2025, Moonlight).
+    """
+    parameters, made = list(model.parameters()), []
+    if config.optimizer == "muon":
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        parameters = [p for p in parameters if all(p is not matrix for matrix in matrices)]
+        settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        made.append(torch.optim.Muon(matrices, **settings, adjust_lr_fn="match_rms_adamw"))
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    betas = config.beta1, config.beta2
+    return [torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True), *made]
 
 
 def train_step(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     tokens: Tokens,
     windows: np.ndarray,
     context: int,
@@ -140,9 +153,10 @@ def train_step(
     The loss is a sum over all targets of the step divided by their number, so micro-batches of any size
     and any number of processes give the same update. NonFiniteError, with weights and optimizer untouched, when it is not a number.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     device, own = team.device, team.share(windows)
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     loss = torch.zeros((), device=device)
     for first in range(0, len(own), micro_batch_size):
         x, y = reader(tokens)(own[first : first + micro_batch_size] * context, context)
@@ -158,7 +172,8 @@ def train_step(
     grad_norm = grad_norm.full_tensor() if is_spread(grad_norm) else grad_norm
     if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
         raise NonFiniteError(f"loss is {loss.item()}, gradient norm is {grad_norm.item()}")
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return loss, grad_norm
 
 
@@ -179,7 +194,11 @@ def block_ends(data: PreparedData, config: Experiment, contexts: list[int]) -> n
 
 
 def measure_lengths(
-    model: Transformer, data: PreparedData, config: Experiment, autocast: AbstractContextManager, team: Team | None = None
+    model: Transformer,
+    data: PreparedData,
+    config: Experiment,
+    autocast: AbstractContextManager,
+    team: Team | None = None,
 ) -> dict:
     """Loss by context on the same held-out targets: every context ends at the same blocks, inside one document.
 
@@ -250,18 +269,21 @@ def resume_weights(run: Path, model: Transformer, data: PreparedData) -> None:
     checkpoint.load_weights(model, path)
 
 
-def resume_optimizer(run: Path, optimizer: torch.optim.Optimizer, team: Team) -> Progress:
-    """Load all but the weights of the newest checkpoint of a run: optimizer, random state, and where training stands."""
+def resume_optimizers(run: Path, optimizers: list[torch.optim.Optimizer], team: Team) -> Progress:
+    """Load all but the weights of the newest checkpoint of a run: optimizers, random state, and where training stands."""
     path = checkpoint.latest(run)
     state, saved = checkpoint.read_state(path), checkpoint.load_optimizer(path)
-    # Moments come from the file; learning rate, decay and betas are settings, and settings win.
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = saved["optimizer"]["state"]
-    saved["optimizer"]["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
-    optimizer.load_state_dict(saved["optimizer"])
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update(settings)
+    if len(saved["optimizers"]) != len(optimizers):
+        raise SettingsError(f"{run} was trained with another train.optimizer: start anew with --init_from {run}")
+    for optimizer, own in zip(optimizers, saved["optimizers"], strict=True):
+        # Moments come from the file; learning rate, decay and betas are settings, and settings win.
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = own["state"]
+        own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
+        optimizer.load_state_dict(own)
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
     if team.rank < len(saved["random"]):
         set_random_state(saved["random"][team.rank], team.device)
     else:  # more processes than before
@@ -298,6 +320,10 @@ def run(config: Experiment, stop: StopRequest) -> None:
     team = Team(choose_device(config.device))
     device, run_dir = team.device, config.run_dir
     autocast = choose_autocast(config.train.precision, device)
+    if config.train.optimizer == "muon" and device.type == "cpu":
+        raise SettingsError(
+            "train.optimizer is muon, whose products are in bf16, far slower than fp32 on a CPU: use adamw, or a GPU"
+        )
     micro_batch_size = share_batch(config.train, team.size)
     if team.restarted():
         config = replace(config, resume=(run_dir / "config.yaml").is_file())
@@ -329,6 +355,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
 
     torch.manual_seed(config.seed)
     model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
+    model.activation_checkpointing = config.train.activation_checkpointing
     # What dropout draws must not depend on how the weights were made, and differs between processes.
     torch.manual_seed(config.seed + team.rank)
     if config.init_from and not resumable:
@@ -339,10 +366,11 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if resumable:
         resume_weights(run_dir, model, data)
     forward = team.spread(model, config.train.parallel, bf16=not isinstance(autocast, nullcontext))
-    if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
+    repaid = device.type == "cuda" and config.train.steps >= COMPILED_STEPS
+    if config.train.compile is True or (config.train.compile == "auto" and repaid):
         forward = compiled_or_plain(forward)
-    optimizer = make_optimizer(model, config.train)
-    progress = resume_optimizer(run_dir, optimizer, team) if resumable else Progress()
+    optimizers = make_optimizers(model, config.train)
+    progress = resume_optimizers(run_dir, optimizers, team) if resumable else Progress()
     if record:
         record.begin(progress.step, data, team)
         print_start(config, data, model, team, windows, micro_batch_size)
@@ -352,8 +380,8 @@ def run(config: Experiment, stop: StopRequest) -> None:
             record.log({"step": progress.step, "tokens": progress.tokens, **values})
 
     def save() -> None:
-        whole, moments = team.whole(model), whole_tensors(optimizer.state_dict())
-        saved = {"optimizer": moments, "random": team.collect(random_state(device))}
+        whole, moments = team.whole(model), [whole_tensors(optimizer.state_dict()) for optimizer in optimizers]
+        saved = {"optimizers": moments, "random": team.collect(random_state(device))}
         if not record:
             return
         record.metrics.sync()
@@ -393,11 +421,11 @@ def run(config: Experiment, stop: StopRequest) -> None:
     with failures_noted(run_dir, record, progress):
         while progress.step < config.train.steps and not signalled:
             rate = learning_rate(config.train, progress.step)
-            for group in optimizer.param_groups:
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = rate
             chosen = order.at(progress.step)
             loss, grad_norm = train_step(
-                forward, optimizer, tokens, chosen, context, micro_batch_size, config.train.grad_clip, autocast, team
+                forward, optimizers, tokens, chosen, context, micro_batch_size, config.train.grad_clip, autocast, team
             )
             progress.step += 1
             progress.val_loss = None

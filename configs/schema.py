@@ -42,8 +42,10 @@ class TrainConfig:
     """Sequences a step, over all micro-batches and processes."""
     micro_batch_size: int | None = None
     """Sequences in one forward and backward pass; less than batch_size accumulates gradients; null is all."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for the rest, at one learning rate; needs a GPU."""
     learning_rate: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -55,7 +57,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices only."""
     beta1: float = 0.9
-    """AdamW: decay of the mean of gradients."""
+    """AdamW: decay of the mean of gradients; Muon keeps its own 0.95."""
     beta2: float = 0.95
     """AdamW: decay of the mean of squared gradients."""
     grad_clip: float = 1.0
@@ -63,13 +65,17 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast; auto takes it on a GPU that is fast at it and fp32 elsewhere, always on a CPU."""
     compile: bool | Literal["auto"] = "auto"
-    """torch.compile the model; auto compiles on a GPU only."""
+    """torch.compile the model; auto compiles on a GPU where the run has 1,000 steps or more, which repay it."""
+    activation_checkpointing: bool = False
+    """Keep only what goes into each block and make the rest again for backward: far less memory, about a third slower."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Several processes (torchrun): ddp copies the model to each, fsdp spreads it over all; auto is ddp."""
     log_every: int = 10
     """Steps between lines of metrics; a logged loss is the mean over them."""
     save_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
+    sharded_checkpoints: bool = False
+    """With fsdp: every process writes its own part while training goes on, and none gathers the whole model."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay, at least 2; the best one stays besides."""
 
@@ -79,6 +85,10 @@ class TrainConfig:
         _at_least(self, "train", 2, "keep_checkpoints")
         if self.warmup_steps > self.steps:
             raise SettingsError(f"train.warmup_steps {self.warmup_steps} is beyond train.steps {self.steps}: lower it")
+        if self.sharded_checkpoints and self.parallel != "fsdp":
+            raise SettingsError(f"train.sharded_checkpoints needs train.parallel fsdp, and that is {self.parallel}")
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            raise SettingsError("train.optimizer muon needs whole matrices, which train.parallel fsdp cuts: use ddp")
         if self.micro_batch_size is not None and (self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size):
             raise SettingsError(
                 f"train.batch_size {self.batch_size} is not a multiple of train.micro_batch_size {self.micro_batch_size}"

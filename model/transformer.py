@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.config import EMBEDDING_STD, ModelConfig
 from model.generation import KVCache
@@ -34,6 +35,8 @@ class Transformer(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.encoding = encoding_class(config.position)
+        # Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; changes memory and time, never a number.
+        self.activation_checkpointing = False
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim)
@@ -80,7 +83,10 @@ class Transformer(nn.Module):
         x = self.embedding(tokens) * (self.config.embedding_rms / EMBEDDING_STD)
         x = F.dropout(encoding.embed(x), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
-            x = block(x, encoding, mask, None if cache is None else partial(cache.append, layer))
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, encoding, mask, None, use_reentrant=False)
+            else:
+                x = block(x, encoding, mask, None if cache is None else partial(cache.append, layer))
         if cache is not None:
             cache.length += seq
         return self.norm(x)

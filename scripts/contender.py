@@ -32,7 +32,7 @@ from model.hub import llama_config, to_llama
 from model.loss import token_losses
 from model.parallel import Team
 from model.transformer import Transformer
-from train import make_optimizer, train_step
+from train import make_optimizers, train_step
 
 # What is timed, and how many tokens (of prepare and encode bytes, of matmul FLOPs) it does.
 Turn = tuple[Callable[[], object], int]
@@ -111,14 +111,14 @@ def trainer(config: ContenderConfig, model: Transformer, device: torch.device) -
     tokens = Tokens([random.integers(config.data.vocab_size, size=train.batch_size * context + 1)])
     windows, work = np.arange(train.batch_size), config.turn_steps * train.batch_size * context
     if config.library == "ropewalk":
-        forward, optimizer = compiled_or_plain(model) if compiled else model, make_optimizer(model, train)
+        forward, optimizers = compiled_or_plain(model) if compiled else model, make_optimizers(model, train)
         micro, team = train.micro_batch_size or train.batch_size, Team(device)
 
         def step() -> None:
-            train_step(forward, optimizer, tokens, windows, context, micro, train.grad_clip, autocast, team)
+            train_step(forward, optimizers, tokens, windows, context, micro, train.grad_clip, autocast, team)
     else:
         llama = llama_of(model, context).to(device)
-        forward, optimizer = torch.compile(llama) if compiled else llama, make_optimizer(llama, train)
+        forward, (optimizer,) = torch.compile(llama) if compiled else llama, make_optimizers(llama, train)
         x, y = (torch.from_numpy(ids).to(device) for ids in cut(tokens, windows * context, context))
 
         def step() -> None:

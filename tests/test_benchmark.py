@@ -20,7 +20,7 @@ from model.loss import token_losses
 from model.plan import HARDWARE, Plan, activation_bytes, plan, size
 from model.transformer import Transformer
 from scripts.benchmark import Contender, Timed, main, ratio
-from train import make_optimizer
+from train import make_optimizers
 
 # A sweep is no config of a run.
 SHIPPED = sorted(path.name for path in (ROOT / "configs").glob("*.yaml") if "program:" not in path.read_text())
@@ -107,7 +107,7 @@ def test_activations_are_what_autograd_keeps(bf16: bool, kv_heads: int):
 def test_state_is_sixteen_bytes_a_parameter():
     experiment = parse_experiment(["--config", "tiny.yaml"])
     model = Transformer(experiment.model, experiment.data.vocab_size)
-    optimizer = make_optimizer(model, experiment.train)
+    (optimizer,) = make_optimizers(model, experiment.train)
     token_losses(model(torch.zeros(1, 8, dtype=torch.long)), torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     optimizer.step()
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]

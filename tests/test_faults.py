@@ -210,7 +210,7 @@ def test_settings_that_change_are_printed_recorded_and_win_over_the_file(small_r
     assert "train.learning_rate was 0.01 and is 0.001" in record["settings"] and "train.steps was 10 and is 12" in line
     # By hand: the last of 12 steps of a cosine after 2 of warm-up.
     assert points(run)[-2]["train/lr"] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 10 / 11)), rel=1e-4)
-    groups = checkpoint.load_optimizer(checkpoint.latest(run))["optimizer"]["param_groups"]
+    groups = checkpoint.load_optimizer(checkpoint.latest(run))["optimizers"][0]["param_groups"]
     assert groups[0]["weight_decay"] == 0.3 and groups[0]["betas"] == (0.9, 0.9)
 
 

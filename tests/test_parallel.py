@@ -120,7 +120,7 @@ def test_each_saves_and_each_other_resumes(
     # AdamW's first steps are all of one size, whatever the gradient: its last bits can turn a weight around.
     assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-4) for name in ends[0])
     states = [
-        torch.load(run / "checkpoints/step-0000020/optimizer.pt", weights_only=True)["optimizer"]["state"]
+        torch.load(run / "checkpoints/step-0000020/optimizer.pt", weights_only=True)["optimizers"][0]["state"]
         for run in (runs["one"], folder)
     ]
     assert states[0].keys() == states[1].keys()
@@ -137,6 +137,18 @@ def test_the_processes_share_one_batch(size: int):
         member.rank, member.size = rank, size
         parts.append(member.share(chosen))
     assert np.array_equal(np.concatenate(parts), chosen)
+
+
+@pytest.mark.parametrize(("windows", "size"), [(8, 1), (8, 2), (7, 3), (1, 4)])
+def test_the_processes_share_what_is_scored_and_count_it_once(windows: int, size: int):
+    starts, counted, lengths = np.arange(windows) * 10, [], set()
+    for rank in range(size):
+        member = Team(torch.device("cpu"))
+        member.rank, member.size = rank, size
+        own, count = member.portion(starts)
+        counted.extend(own[:count])
+        lengths.add(len(own))
+    assert counted == starts.tolist() and len(lengths) == 1
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(arguments: list[str]):

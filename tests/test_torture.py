@@ -96,7 +96,9 @@ def test_killed_at_any_moment_a_run_ends_as_if_unbroken(small_run: list[str], tm
     assert_same_run(unbroken, run)
     first, second = (checkpoint.load_optimizer(checkpoint.latest(path)) for path in (unbroken, run))
     assert torch.equal(first["random"][0]["cpu"], second["random"][0]["cpu"])
-    for one, two in zip(first["optimizer"]["state"].values(), second["optimizer"]["state"].values(), strict=True):
+    for one, two in zip(
+        first["optimizers"][0]["state"].values(), second["optimizers"][0]["state"].values(), strict=True
+    ):
         assert all(torch.equal(one[name], two[name]) for name in one)
     speed = "train/tokens_per_second"
     records = [

@@ -1,5 +1,6 @@
 """Training: schedules by hand, exact accumulation, bitwise resume, and runs that evaluation does not touch."""
 
+import copy
 import json
 import math
 import signal
@@ -18,7 +19,7 @@ from conftest import ROOT, run_program
 from safetensors.torch import load_file
 
 import train
-from configs.schema import TrainConfig, parse_experiment
+from configs.schema import SettingsError, TrainConfig, parse_experiment
 from data.batches import TrainingOrder
 from data.prepare import Tokens, prepare
 from model.config import ModelConfig
@@ -98,8 +99,8 @@ def test_no_step_at_rate_zero_and_none_above_the_peak(schedule: str, steps: int,
 def tiny_step(micro: int, grad_clip: float = 1.0, position: str = "rope") -> tuple[Transformer, float, float]:
     model = Transformer(ModelConfig(dim=16, n_layers=1, n_heads=2, ffn_dim=32, position=position), 50)
     tokens = Tokens([np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint16)])
-    optimizer = train.make_optimizer(model, TrainConfig(learning_rate=0.1))
-    loss, norm = train.train_step(model, optimizer, tokens, np.arange(8), 16, micro, grad_clip, nullcontext(), ALONE)
+    optimizers = train.make_optimizers(model, TrainConfig(learning_rate=0.1))
+    loss, norm = train.train_step(model, optimizers, tokens, np.arange(8), 16, micro, grad_clip, nullcontext(), ALONE)
     return model, float(loss), float(norm)
 
 
@@ -131,11 +132,65 @@ def test_gradient_is_clipped_and_its_norm_logged_before():
 
 def test_optimizer_groups_partition_the_parameters():
     model = Transformer(ModelConfig(), 300)
-    decayed, free = train.make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    (adamw,) = train.make_optimizers(model, TrainConfig(weight_decay=0.1))
+    decayed, free = adamw.param_groups
     assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0.0
     assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in free["params"])
     ids = [id(p) for p in decayed["params"] + free["params"]]
     assert sorted(ids) == sorted(id(p) for p in model.parameters())
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_goes_on_where_it_was():
+    """Its products are in bf16, which a small model on a CPU can bear."""
+    config = TrainConfig(optimizer="muon", weight_decay=0.1)
+    tokens = Tokens([np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint16)])
+    losses, saved = [], {}
+    for begin, end in ((0, 20), (10, 20)):
+        model = Transformer(ModelConfig(dim=16, n_layers=1, n_heads=2, ffn_dim=32, dropout=0.0), 50)
+        adamw, muon = optimizers = train.make_optimizers(model, config)
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for p in matrices]
+        every = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        assert sorted(map(id, every)) == sorted(map(id, model.parameters()))
+        assert adamw.param_groups[0]["weight_decay"] == muon.param_groups[0]["weight_decay"] == 0.1
+        if begin:
+            model.load_state_dict(saved["model"])
+            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+        for step in range(begin, end):
+            if not begin and step == 10:
+                saved = copy.deepcopy(
+                    {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+                )
+            loss, _ = train.train_step(model, optimizers, tokens, np.arange(8), 16, 8, 1.0, nullcontext(), ALONE)
+            losses.append(float(loss))
+    assert losses[19] < losses[0] - 0.1 and losses[20:] == losses[10:20]
+
+
+def test_muon_is_refused_on_a_cpu_and_with_fsdp(small_run: list[str]):
+    done = run_program("train.py", *small_run, "--train.optimizer=muon", "--device=cpu")
+    assert done.returncode == 2 and "train.optimizer is muon, whose products are in bf16" in done.stderr
+    with pytest.raises(SettingsError, match="muon needs whole matrices"):
+        TrainConfig(optimizer="muon", parallel="fsdp")
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+def test_activation_checkpointing_changes_no_bit_and_keeps_less(position: str):
+    """Dropout draws the same once more."""
+    shape = ModelConfig(dim=32, n_layers=6, n_heads=2, ffn_dim=64, position=position, dropout=0.1)
+    results, kept = [], []
+    x, y = torch.randint(50, (2, 4, 64))
+    for on in (False, True):
+        model, sizes = Transformer(shape, 50), []
+        model.activation_checkpointing = on
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            loss = model(x, targets=y)
+        kept.append(sum(sizes))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept[1] < kept[0] / 4
 
 
 def test_a_loss_that_is_no_number_stops_before_the_update():
@@ -144,9 +199,9 @@ def test_a_loss_that_is_no_number_stops_before_the_update():
         model.norm.weight[0] = math.nan
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tokens = Tokens([np.arange(50, dtype=np.uint16).repeat(20)])
-    optimizer = train.make_optimizer(model, TrainConfig())
+    optimizers = train.make_optimizers(model, TrainConfig())
     with pytest.raises(train.NonFiniteError, match="loss is nan"):
-        train.train_step(model, optimizer, tokens, np.arange(4), 16, 4, 1.0, nullcontext(), ALONE)
+        train.train_step(model, optimizers, tokens, np.arange(4), 16, 4, 1.0, nullcontext(), ALONE)
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if name != "norm.weight"
     )
