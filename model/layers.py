@@ -48,8 +48,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _by_hand(x: Tensor) -> bool:
     """Whether backward passes are written out here: on a CPU, where a compiler does not write better ones."""
-    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and plain
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.float64)
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class SwiGLU(nn.Module):
         self.down = matrix(config.dim, config.ffn_dim)
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
-        if _by_hand(x) and torch.is_grad_enabled():
+        if _by_hand(x) and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
             return _SwiGLU.apply(x.flatten(0, -2), self.gate, self.up, self.down).view_as(x)
         return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
 
@@ -140,7 +139,7 @@ class _SwiGLU(torch.autograd.Function):
         grad_inner = torch.mm(grad, down, out=inner)
         grad_raised = shape.mul_(grad_inner)
         grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(raised), gated)
-        grad_x = (grad_gated @ gate).addmm_(grad_raised, up)
+        grad_x = torch.addmm(grad_gated @ gate, grad_raised, up)
         return grad_x, grad_gated.T @ x, grad_raised.T @ x, grad_down
 
 

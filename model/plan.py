@@ -68,8 +68,11 @@ def size(config: ModelConfig, vocab_size: int, context: int) -> Size:
     )
 
 
-def activation_bytes(config: ModelConfig, bf16: bool) -> int:
-    """Bytes a token that the forward pass keeps for the backward pass, without logits; eager, so compiling needs less."""
+def activation_bytes(config: ModelConfig, bf16: bool, checkpointing: bool = False) -> int:
+    """Bytes a token that the forward pass keeps for the backward pass, without logits; eager, so compiling needs less.
+
+    With activation checkpointing that is what goes into every block, and all of the one block that is made again.
+    """
     wide, narrow, width = config.n_heads * config.head_dim, config.kv_heads * config.head_dim, 2 if bf16 else 4
     # Either norm keeps what it reads and its size in fp32. Attention keeps what it reads, the rotated queries and
     # keys, its product (of which the values are a part) and its result; SwiGLU what it reads and four of its width.
@@ -77,7 +80,8 @@ def activation_bytes(config: ModelConfig, bf16: bool) -> int:
     kept = config.dim + (wide + narrow) + (wide + 2 * narrow) + wide + (2 if bf16 else 1) * config.dim
     norm = 4 * (config.dim + 1)
     block = 2 * norm + width * (kept + 4 * config.ffn_dim)
-    return config.n_layers * block + norm + width * config.dim
+    inputs = 4 * config.n_layers * config.dim
+    return (inputs + block if checkpointing else config.n_layers * block) + norm + width * config.dim
 
 
 def logit_bytes(vocab_size: int, bf16: bool) -> int:
@@ -99,6 +103,8 @@ class Plan:
     """Weights, gradients, AdamW's two moments and, in bf16, the cast weights, with all of them on every device (DDP)."""
     sharded: int
     """The same with each device holding its share (FSDP) and, in bf16 or fp32, two blocks gathered."""
+    checkpointing: bool
+    """Whether activations are made a second time, for backward."""
     devices: int
     hardware: Hardware
     utilisation: float
@@ -110,7 +116,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        return self.tokens * self.size.flops_per_token / (self.devices * self.hardware.flops * self.utilisation)
+        # A second forward pass is a third more of the work.
+        work = self.tokens * self.size.flops_per_token * (4 / 3 if self.checkpointing else 1)
+        return work / (self.devices * self.hardware.flops * self.utilisation)
 
     def sequences_that_fit(self, state: int) -> int:
         """The largest divisor of `sequences` for which there is room on top of `state`; 0 if there is none."""
@@ -164,6 +172,7 @@ def plan(
     steps: int,
     batch_size: int,
     micro_batch_size: int | None,
+    checkpointing: bool,
     bf16: bool,
     devices: int,
     hardware: Hardware,
@@ -182,10 +191,11 @@ def plan(
         size=counted,
         tokens=steps * batch_size * context,
         sequences=sequences,
-        activations=sequences * context * activation_bytes(config, bf16),
+        activations=sequences * context * activation_bytes(config, bf16, checkpointing),
         logits=sequences * context * logit_bytes(vocab_size, bf16),
         replicated=state + (2 * counted.matrices if bf16 else 0),
         sharded=state // devices + (2 * width * max(counted.block, counted.embedding) if devices > 1 else 0),
+        checkpointing=checkpointing,
         devices=devices,
         hardware=hardware,
         utilisation=utilisation,

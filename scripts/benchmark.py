@@ -445,6 +445,7 @@ def make_plan(config: PlanConfig) -> Plan:
         steps=config.train.steps,
         batch_size=config.train.batch_size,
         micro_batch_size=config.train.micro_batch_size,
+        checkpointing=config.train.activation_checkpointing,
         bf16=not cpu,
         devices=config.devices,
         hardware=hardware,
