@@ -103,7 +103,7 @@ def test_activations_are_what_autograd_keeps(bf16: bool, kv_heads: int, checkpoi
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         hidden = model.hidden_states(ids)
-    pack(hidden)  # for the head
+    pack(hidden.bfloat16() if bf16 else hidden)  # which the head keeps
     # The cast weights are counted with the weights.
     cast = 2 * (size(config, 97, 256).matrices - model.embedding.weight.numel()) if bf16 and not checkpointing else 0
     found = (sum(storage.nbytes() for storage in kept.values()) - cast) / ids.numel()
