@@ -269,21 +269,28 @@ def resume_weights(run: Path, model: Transformer, data: PreparedData) -> None:
     checkpoint.load_weights(model, path)
 
 
-def resume_optimizers(run: Path, optimizers: list[torch.optim.Optimizer], team: Team) -> Progress:
+def resume_optimizers(run: Path, model: Transformer, optimizers: list[torch.optim.Optimizer], team: Team) -> Progress:
     """Load all but the weights of the newest checkpoint of a run: optimizers, random state, and where training stands."""
     path = checkpoint.latest(run)
     state, saved = checkpoint.read_state(path), checkpoint.load_optimizer(path)
-    if len(saved["optimizers"]) != len(optimizers):
-        raise SettingsError(f"{run} was trained with another train.optimizer: start anew with --init_from {run}")
-    for optimizer, own in zip(optimizers, saved["optimizers"], strict=True):
-        # Moments come from the file; learning rate, decay and betas are settings, and settings win.
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        moments = own["state"]
-        own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
-        optimizer.load_state_dict(own)
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            group.update(settings)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    if (path / checkpoint.SHARDS).is_dir():
+        from model.sharded import read_optimizers
+
+        read_optimizers(path / checkpoint.SHARDS, model, optimizers)
+    else:
+        if len(saved["optimizers"]) != len(optimizers):
+            raise SettingsError(f"{run} was trained with another train.optimizer: start anew with --init_from {run}")
+        for optimizer, own in zip(optimizers, saved["optimizers"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = own["state"]
+            own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
+            optimizer.load_state_dict(own)
+    # Moments come from the file; learning rate, decay and betas are settings, and settings win.
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, own in zip(groups, settings, strict=True):
+        group.update(own)
     if team.rank < len(saved["random"]):
         set_random_state(saved["random"][team.rank], team.device)
     else:  # more processes than before
@@ -370,7 +377,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if config.train.compile is True or (config.train.compile == "auto" and repaid):
         forward = compiled_or_plain(forward)
     optimizers = make_optimizers(model, config.train)
-    progress = resume_optimizers(run_dir, optimizers, team) if resumable else Progress()
+    progress = resume_optimizers(run_dir, model, optimizers, team) if resumable else Progress()
     if record:
         record.begin(progress.step, data, team)
         print_start(config, data, model, team, windows, micro_batch_size)
@@ -379,20 +386,30 @@ def run(config: Experiment, stop: StopRequest) -> None:
         if record:
             record.log({"step": progress.step, "tokens": progress.tokens, **values})
 
+    shards = None
+    if team.sharded and config.train.sharded_checkpoints:
+        from model.sharded import ShardedSaves
+
+        shards = ShardedSaves(team)
+
     def save() -> None:
-        whole, moments = team.whole(model), [whole_tensors(optimizer.state_dict()) for optimizer in optimizers]
-        saved = {"optimizers": moments, "random": team.collect(random_state(device))}
-        if not record:
-            return
-        record.metrics.sync()
+        others = {"random": team.collect(random_state(device))}
         state = {
             **asdict(progress),
             "context": context,
             "data_fingerprint": data.manifest["fingerprint"],
             "tokenizer_sha256": data.manifest["tokenizer_sha256"],
         }
-        checkpoint.save(run_dir / "checkpoints", whole, saved, state)
-        checkpoint.prune(run_dir, config.train.keep_checkpoints)
+        if record:
+            record.metrics.sync()
+        folder, prune = run_dir / "checkpoints", partial(checkpoint.prune, run_dir, config.train.keep_checkpoints)
+        if shards:
+            shards.save(folder, model, optimizers, others, state, prune)
+            return
+        whole, moments = team.whole(model), [whole_tensors(optimizer.state_dict()) for optimizer in optimizers]
+        if record:
+            checkpoint.save(folder, whole, {"optimizers": moments, **others}, state)
+            prune()
 
     def validate() -> None:
         batch_tokens = config.eval.batch_tokens
@@ -462,6 +479,8 @@ def run(config: Experiment, stop: StopRequest) -> None:
             signalled = team.largest(stop.signal or 0)
         if signalled:
             save()
+        if shards:
+            shards.wait()
     bar.close()
     stop.graceful = False  # all is saved: from here on a signal stops at once
     lengths = None if signalled else measure_lengths(model, data, config, autocast, team)

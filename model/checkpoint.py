@@ -3,6 +3,8 @@
 checkpoints/step-0000500/model.safetensors   the weights
                          optimizer.pt        optimizer and random states
                          state.json          everything else, with checksums of all three
+
+With train.sharded_checkpoints weights and optimizer are in a folder of shards instead: model/sharded.py.
 """
 
 import hashlib
@@ -21,7 +23,7 @@ import torch
 from model.config import ModelConfig, ScalingConfig
 from model.transformer import Transformer
 
-STATE, WEIGHTS, OPTIMIZER = "state.json", "model.safetensors", "optimizer.pt"
+STATE, WEIGHTS, OPTIMIZER, SHARDS = "state.json", "model.safetensors", "optimizer.pt", "shards"
 
 
 def save(folder: Path, model: Transformer, optimizer: dict[str, Any], state: dict[str, Any]) -> Path:
@@ -35,38 +37,61 @@ def save(folder: Path, model: Transformer, optimizer: dict[str, Any], state: dic
 
     Returns its folder. One that is there already for this step is left as it is. OSError if it cannot be written.
     """
-    target = folder / f"step-{state['step']:07d}"
-    if (target / STATE).is_file():
-        return target
-    temporary = folder / f".{target.name}.tmp"
+    if is_there(folder, state["step"]):
+        return _place(folder, state["step"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # What is left of saves and deletions that were killed.
-        for rest in (
-            *folder.glob(".step-*.tmp"),
-            *(path for path in folder.glob("step-*") if not (path / STATE).exists()),
-        ):
-            shutil.rmtree(rest)
-        temporary.mkdir()
+        temporary = begin(folder, state["step"])
         # Contiguous copies on the CPU, so that a checkpoint loads on any machine.
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         safetensors.torch.save_file(weights, temporary / WEIGHTS)
         torch.save(optimizer, temporary / OPTIMIZER)
-        description = {
-            **state,
-            "model": asdict(model.config),
-            "vocab_size": model.vocab_size,
-            "sha256": {name: _sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)},
-        }
-        (temporary / STATE).write_text(json.dumps(sealed(description), indent=2), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        os.rename(temporary, target)
-        _sync(folder)
+        return finish(temporary, model, state)
     except Exception as error:  # torch and safetensors have their own kinds for a full disk
-        raise OSError(f"cannot write {target}: {str(error).partition(chr(10))[0]}") from error
+        place = _place(folder, state["step"])
+        raise OSError(f"cannot write {place}: {str(error).partition(chr(10))[0]}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(half_made(folder, state["step"]), ignore_errors=True)
+
+
+def _place(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:07d}"
+
+
+def is_there(folder: Path, step: int) -> bool:
+    """Whether there is a checkpoint of this step."""
+    return (_place(folder, step) / STATE).is_file()
+
+
+def half_made(folder: Path, step: int) -> Path:
+    """Where the checkpoint of this step is made."""
+    return folder / f".{_place(folder, step).name}.tmp"
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make the place where a checkpoint is made, and remove what is left of saves and deletions that were killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rest in (*folder.glob(".step-*.tmp"), *(p for p in folder.glob("step-*") if not (p / STATE).exists())):
+        shutil.rmtree(rest)
+    temporary = half_made(folder, step)
+    temporary.mkdir()
+    return temporary
+
+
+def finish(temporary: Path, model: Transformer, state: dict[str, Any]) -> Path:
+    """Describe the files of a half-made checkpoint, get all of it onto the disk, and rename it into place."""
+    target = _place(temporary.parent, state["step"])
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    description = {
+        **state,
+        "model": asdict(model.config),
+        "vocab_size": model.vocab_size,
+        "sha256": {str(path.relative_to(temporary)): _sha256(path) for path in files},
+    }
+    (temporary / STATE).write_text(json.dumps(sealed(description), indent=2), encoding="utf-8")
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
+    os.rename(temporary, target)
+    _sync(temporary.parent)
     return target
 
 
@@ -151,11 +176,27 @@ def load_model(
 
 def load_weights(model: Transformer, checkpoint: Path) -> None:
     """Copy a checkpoint's weights into `model`; ValueError if damaged, or unless names and shapes agree exactly."""
-    _check(checkpoint, WEIGHTS, read_state(checkpoint))
+    state = read_state(checkpoint)
+    if (checkpoint / SHARDS).is_dir():
+        # Imported where it is used: it takes a second.
+        from model.sharded import read_weights
+
+        check_shards(checkpoint)
+        read_weights(checkpoint / SHARDS, model)
+        return
+    _check(checkpoint, WEIGHTS, state)
     try:
         model.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS), strict=True)
     except (RuntimeError, safetensors.SafetensorError) as error:
         raise ValueError(f"{checkpoint} does not fit the model: {' '.join(str(error).split())}") from error
+
+
+def check_shards(checkpoint: Path) -> None:
+    """ValueError if one of the shards is damaged."""
+    state = read_state(checkpoint)
+    for name in state["sha256"]:
+        if name.startswith(f"{SHARDS}/"):
+            _check(checkpoint, name, state)
 
 
 def load_optimizer(checkpoint: Path) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from model import checkpoint
 from model.config import ModelConfig, RopeConfig
@@ -136,15 +138,64 @@ def test_files_load_without_this_repository_and_without_pickle(tmp_path: Path):
 
 
 def test_a_malicious_pickle_is_refused(tmp_path: Path):
-    class Evil:
-        def __reduce__(self) -> tuple:
-            return (os.mkdir, (str(tmp_path / "owned"),))
-
     path = save(tmp_path, 1)
-    torch.save({"x": Evil()}, path / "optimizer.pt")
+    torch.save({"x": Evil(tmp_path / "owned")}, path / "optimizer.pt")
     state = json.loads((path / "state.json").read_text())
     state["sha256"]["optimizer.pt"] = checkpoint._sha256(path / "optimizer.pt")
     (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
     with pytest.raises(ValueError, match=r"optimizer.pt holds more than tensors and plain values, so it is not loaded"):
         checkpoint.load_optimizer(path)
+    assert not (tmp_path / "owned").exists()
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+def save_sharded(run: Path, parts: dict) -> Path:
+    place = checkpoint.begin(run / "checkpoints", 1)
+    dcp.save(parts, checkpoint_id=place / checkpoint.SHARDS, no_dist=True)
+    torch.save({"random": []}, place / checkpoint.OPTIMIZER)
+    return checkpoint.finish(place, model(), {"step": 1, "val_loss": None})
+
+
+def test_shards_are_checked_and_give_back_the_weights(tmp_path: Path):
+    path = save_sharded(tmp_path, {"model": model().state_dict()})
+    loaded = checkpoint.load_model(path)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model().state_dict().items())
+    shard = path / "shards" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is missing or damaged"):
+        checkpoint.load_model(path)
+
+
+def test_shards_of_another_model_are_refused(tmp_path: Path):
+    path = save_sharded(tmp_path, {"model": model(dim=32).state_dict()})
+    with pytest.raises(ValueError, match="shards cannot be read into this model"):
+        checkpoint.load_model(path)
+
+
+@pytest.mark.parametrize("place", ["metadata", "value"])
+def test_malicious_shards_are_refused(tmp_path: Path, place: str):
+    weights = model().state_dict()
+    if place == "value":
+        weights["norm.weight"] = Evil(tmp_path / "owned")
+    path = save_sharded(tmp_path, {"model": weights})
+    if place == "metadata":
+        (path / "shards" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
+        state = json.loads((path / "state.json").read_text())
+        state["sha256"]["shards/.metadata"] = checkpoint._sha256(path / "shards" / ".metadata")
+        (path / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
+    with pytest.raises(
+        ValueError, match="mkdir, which no checkpoint needs" if place == "metadata" else "shards cannot"
+    ):
+        checkpoint.load_model(path)
     assert not (tmp_path / "owned").exists()

@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_program
-from safetensors.torch import load_file
 
 from data.batches import TrainingOrder
+from model import checkpoint
 from model.parallel import Team
 
 
@@ -66,31 +68,48 @@ def arguments(small_settings: list[str], tmp_path_factory: pytest.TempPathFactor
     ]
 
 
+# Flags of the kinds of runs; one is a single process, the others two.
+KINDS = {
+    "one": ["--train.parallel=ddp"],
+    "ddp": ["--train.parallel=ddp"],
+    "fsdp": ["--train.parallel=fsdp"],
+    "sharded": ["--train.parallel=fsdp", "--train.sharded_checkpoints=true"],
+}
+Run = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def runs(arguments: list[str]) -> dict[str, Path]:
-    """The same 20 steps, with two checkpoints, by one process, by two with ddp and by two with fsdp."""
+def run_of(arguments: list[str]) -> Run:
+    """The folder of the same 20 steps, with two checkpoints, by a kind of run."""
     out = Path(arguments[-1].partition("=")[2])
-    for name in ("one", "ddp", "fsdp"):
-        flags = [] if name == "one" else [f"--train.parallel={name}", "--tracking.mode=offline"]
-        done = go(1 if name == "one" else 2, arguments, f"--name={name}", *flags)
+
+    @cache
+    def folder(kind: str) -> Path:
+        tracking = [] if kind == "one" else ["--tracking.mode=offline"]
+        done = go(1 if kind == "one" else 2, arguments, f"--name={kind}", *KINDS[kind], *tracking)
         assert done.stdout.count("bits/byte on held-out text") == 1, "one process alone speaks"
-        shape = "4 x 1" if name == "one" else "2 processes x 2 x 1"
+        shape = "4 x 1" if kind == "one" else "2 processes x 2 x 1"
         assert f"step: 128 tokens = {shape} sequences x 32" in done.stdout
-    return {name: out / name for name in ("one", "ddp", "fsdp")}
+        return out / kind
+
+    return folder
 
 
-@pytest.mark.parametrize("other", ["ddp", "fsdp"])
-def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], other: str):
-    assert_same_curve(runs["one"], runs[other])
-    lengths = [json.loads((runs[name] / "lengths.json").read_text())["by_context"] for name in ("one", other)]
+# FSDP2 with whole checkpoints computes the same, and is in the slow tests below.
+@pytest.mark.parametrize("other", ["ddp", "sharded"])
+def test_losses_do_not_depend_on_the_number_of_processes(run_of: Run, other: str):
+    one, several = run_of("one"), run_of(other)
+    assert_same_curve(one, several)
+    lengths = [json.loads((run / "lengths.json").read_text())["by_context"] for run in (one, several)]
     assert [row["loss"] for row in lengths[0]] == pytest.approx([row["loss"] for row in lengths[1]], abs=1e-5)
-    facts = json.loads((runs[other] / "run.json").read_text())
+    facts = json.loads((several / "run.json").read_text())
     assert facts["status"] == "finished" and facts["processes"] == 2
+    assert (several / "samples.txt").read_text() == (one / "samples.txt").read_text()
+    assert (several / "checkpoints/step-0000020/shards/.metadata").exists() == (other == "sharded")
 
 
-KINDS = ("one", "ddp", "fsdp")
 # The other pairs are slow tests. One with one is in test_train.py, bit for bit.
-QUICK = {("one", "fsdp")}
+QUICK = {("one", "fsdp"), ("sharded", "one")}
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
     for pair in itertools.product(KINDS, KINDS)
@@ -100,28 +119,29 @@ PAIRS = [
 
 @pytest.mark.parametrize(("saved_by", "resumed_by"), PAIRS)
 def test_each_saves_and_each_other_resumes(
-    runs: dict[str, Path], arguments: list[str], tmp_path: Path, saved_by: str, resumed_by: str
+    run_of: Run, arguments: list[str], tmp_path: Path, saved_by: str, resumed_by: str
 ):
-    folder = tmp_path / saved_by
-    subprocess.run(["cp", "-r", runs[saved_by], folder], check=True)
+    folder, one = tmp_path / saved_by, run_of("one")
+    subprocess.run(["cp", "-r", run_of(saved_by), folder], check=True)
     last = sorted((folder / "checkpoints").iterdir())[-1]
     subprocess.run(["rm", "-r", last], check=True)
-    flags = [] if resumed_by == "one" else [f"--train.parallel={resumed_by}"]
     done = go(
         1 if resumed_by == "one" else 2,
         [*arguments[:-1], f"--out_dir={tmp_path}", f"--name={saved_by}", "--resume"],
-        *flags,
+        *KINDS[resumed_by],
+        f"--train.sharded_checkpoints={str(resumed_by == 'sharded').lower()}",
         "--eval.length_targets=64",
     )
     assert done.stdout.count(f"resuming {folder} from step 10") == 1
-    assert_same_curve(runs["one"], folder)
-    ends = [load_file(run / "checkpoints/step-0000020/model.safetensors") for run in (runs["one"], folder)]
+    assert_same_curve(one, folder)
+    ends = [checkpoint.load_model(run / "checkpoints/step-0000020").state_dict() for run in (one, folder)]
     assert ends[0].keys() == ends[1].keys()
     # AdamW's first steps are all of one size, whatever the gradient: its last bits can turn a weight around.
     assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-4) for name in ends[0])
+    if resumed_by == "sharded":
+        return
     states = [
-        torch.load(run / "checkpoints/step-0000020/optimizer.pt", weights_only=True)["optimizers"][0]["state"]
-        for run in (runs["one"], folder)
+        checkpoint.load_optimizer(run / "checkpoints/step-0000020")["optimizers"][0]["state"] for run in (one, folder)
     ]
     assert states[0].keys() == states[1].keys()
     for number, values in states[0].items():
@@ -202,8 +222,8 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_the_same(arguments: l
     assert_same_points(tmp_path / "alone", run, "train/loss", "val/loss")
 
 
-def test_an_interrupt_stops_all_after_one_step(runs: dict[str, Path], arguments: list[str]):
-    run = runs["one"].parent / "interrupted"
+def test_an_interrupt_stops_all_after_one_step(run_of: Run, arguments: list[str]):
+    run = run_of("one").parent / "interrupted"
     process = start([*arguments, f"--name={run.name}", "--train.steps=100000", "--train.save_every=100000"])
     wait_for_lines(run, 5, process)
     # One process alone hears it, and all stop at the same step.
@@ -214,5 +234,5 @@ def test_an_interrupt_stops_all_after_one_step(runs: dict[str, Path], arguments:
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-def test_wandb_has_one_run(runs: dict[str, Path]):
-    assert len(list((runs["ddp"] / "wandb").glob("offline-run-*"))) == 1
+def test_wandb_has_one_run(run_of: Run):
+    assert len(list((run_of("ddp") / "wandb").glob("offline-run-*"))) == 1
