@@ -15,9 +15,7 @@ if __name__ == "__main__":
 
     parse_experiment(sys.argv[1:])
 
-import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -32,19 +30,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configs.run_folder import (
-    Hold,
-    Metrics,
-    cut_samples,
-    describe_machine,
-    flatten,
-    read_run_json,
-    refuse_other_run,
-    write_atomically,
-    write_run_json,
-)
-from configs.schema import Experiment, SettingsError, TrainConfig, interactive, parse_experiment, run_guarded, to_yaml
-from configs.tracking import Wandb, plot_lengths
+from configs.record import Record
+from configs.run_folder import flatten, read_run_json, refuse_other_run
+from configs.schema import Experiment, SettingsError, TrainConfig, interactive, parse_experiment, run_guarded
 from data import batches
 from data.prepare import PreparedData, Tokens, prepare
 from data.tokenizer import TextStream, byte_lengths, end_of_text_id
@@ -227,26 +215,6 @@ def measure_lengths(
     }
 
 
-def length_table(lengths: dict) -> str:
-    """The length curve as text."""
-    trained = lengths["trained_context"]
-    lines = [
-        f"Loss by context: the same {lengths['targets']:,} targets ({lengths['bytes']:,} bytes, "
-        f"{lengths['documents']} held-out documents) at every length; trained at {trained}",
-        f"{'context':>9} {'x trained':>10} {'nats/token':>11} {'bits/byte':>10} {'perplexity':>11}",
-    ]
-    for row in lengths["by_context"]:
-        mark = "  <- trained length; longer contexts must beat this" if row["context"] == trained else ""
-        lines.append(
-            f"{row['context']:>9} {row['context'] / trained:>10.2f} {row['loss']:>11.4f} "
-            f"{row['bits_per_byte']:>10.4f} {row['perplexity']:>11.2f}{mark}"
-        )
-    if lengths["skipped_contexts"]:
-        skipped = ", ".join(map(str, lengths["skipped_contexts"]))
-        lines.append(f"left out, longer than any held-out document: {skipped}")
-    return "\n".join(lines)
-
-
 def sample(model: Transformer, data: PreparedData, config: Experiment) -> str:
     """Text that goes on from eval.sample_prompt, the same for the same weights and seed."""
     tokenizer = data.tokenizer
@@ -367,7 +335,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
     torch.manual_seed(config.seed + team.rank)
     if config.init_from and not resumable:
         start_from(Path(config.init_from), model, data)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, decayed = (sum(p.numel() for p in model.parameters() if p.dim() >= least) for least in (1, 2))
     record = Record(config, parameters) if team.first else None
     team.wait()
     if resumable:
@@ -379,8 +347,8 @@ def run(config: Experiment, stop: StopRequest) -> None:
     optimizers = make_optimizers(model, config.train)
     progress = resume_optimizers(run_dir, model, optimizers, team) if resumable else Progress()
     if record:
-        record.begin(progress.step, data, team)
-        print_start(config, data, model, team, windows, micro_batch_size)
+        record.begin(progress.step, data, team.size, name_device(device))
+        record.print_start(data, team.size, micro_batch_size, windows, decayed)
 
     def log(values: dict[str, Any]) -> None:
         if record:
@@ -424,9 +392,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
             f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte"
         )
         if text is not None:
-            with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
-                file.write(f"--- step {progress.step}\n{text}\n")
-            record.tracker.log_table("samples", ["step", "text"], [[progress.step, text]])
+            record.log_sample(progress.step, text)
 
     bars = interactive() and team.first
     bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not bars, dynamic_ncols=True)
@@ -493,12 +459,9 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if not record:
         return
 
-    write_atomically(run_dir / "lengths.json", json.dumps(lengths, indent=2) + "\n")
-    if lengths["by_context"]:
-        plot_lengths(lengths, config.model.position, record.seeded_name, run_dir / "lengths.png")
-        report_lengths(record.tracker, lengths, run_dir / "lengths.png")
+    record.log_lengths(lengths)
     record.end("finished")
-    print_end(config, progress, lengths)
+    record.print_end(progress.step, progress.tokens, lengths)
 
 
 def say_nothing(line: str) -> None:
@@ -515,60 +478,6 @@ def share_batch(config: TrainConfig, processes: int) -> int:
             f"train.micro_batch_size {config.micro_batch_size}: give a multiple of their product"
         )
     return micro
-
-
-class Record:
-    """What the first process keeps of a run: the folder, held for it alone, metrics and wandb."""
-
-    def __init__(self, config: Experiment, parameters: int) -> None:
-        self.config, self.run_dir, self.parameters = config, config.run_dir, parameters
-        self.hold: Hold | None = Hold(self.run_dir)
-        self.changed = refuse_other_run(config)  # again: another process may have begun since
-        name, seed = config.run_name, f"-s{config.seed}"
-        self.seeded_name = name if seed in name else name + seed
-
-    def begin(self, step: int, data: PreparedData, team: Team) -> None:
-        """Write what is known, and open metrics and wandb to go on from `step`."""
-        config, run_dir = self.config, self.run_dir
-        write_atomically(run_dir / "config.yaml", to_yaml(replace(config, resume=False)))
-        write_atomically(run_dir / "tokenizer.json", data.tokenizer.to_str())
-        machine = describe_machine(name_device(team.device))
-        facts = write_run_json(run_dir, status="running", processes=team.size, **machine)
-        if "wandb_id" not in facts:
-            facts = write_run_json(run_dir, wandb_id=os.urandom(6).hex())
-        if self.changed:
-            print(f"changed since the run was started or last resumed: {'; '.join(self.changed)}")
-            write_run_json(run_dir, changes=[*facts.get("changes", []), {"step": step, "settings": self.changed}])
-        cut_samples(run_dir / "samples.txt", step)
-        self.metrics = Metrics(run_dir / "metrics.jsonl", step)
-        self.tracker = Wandb(
-            config.tracking,
-            run_dir,
-            self.seeded_name,
-            facts["wandb_id"],
-            {**asdict(config), "parameters": self.parameters},
-            [config.model.position, config.tracking.group],
-            self.metrics.last_step,
-        )
-
-    def log(self, point: dict[str, Any]) -> None:
-        self.metrics.write(point)
-        self.tracker.log(point)
-
-    def end(self, status: str, exit_code: int = 0) -> None:
-        self.tracker.finish(exit_code)
-        write_run_json(self.run_dir, status=status)
-        self.hold = None
-
-
-def report_lengths(tracker: Wandb, lengths: dict, picture: Path) -> None:
-    """Send the length curve: as points with their own axis, as a table, a picture, and final values."""
-    rows = lengths["by_context"]
-    for row in rows:
-        tracker.log({f"length/{name}": value for name, value in row.items()})
-    tracker.log_table("length/table", list(rows[0]), [list(row.values()) for row in rows])
-    tracker.log_image("length/curve", picture)
-    tracker.summarize({f"length/loss_at_{row['context']}": row["loss"] for row in rows})
 
 
 def nothing_to_do(config: Experiment, team: Team) -> bool:
@@ -605,43 +514,6 @@ def failures_noted(run_dir: Path, record: Record | None, progress: Progress) -> 
             + (f"the last good checkpoint is {found[-1]}" if found else "no checkpoint was made yet")
             + f"; {remedy}, then go on with python train.py --config {run_dir}/config.yaml --resume true{flags}"
         ) from error
-
-
-def print_start(
-    config: Experiment, data: PreparedData, model: Transformer, team: Team, windows: int, micro_batch_size: int
-) -> None:
-    print(to_yaml(config), end="")
-    manifest, batch = data.manifest, config.train.batch_size
-    processes, passes = f"{team.size} processes x " if team.size > 1 else "", batch // team.size // micro_batch_size
-    decayed = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
-    total = sum(p.numel() for p in model.parameters())
-    print(
-        f"data: {manifest['train']['documents']} training documents of {manifest['train']['tokens']:,} tokens, "
-        f"{manifest['val']['documents']} held out of {manifest['val']['tokens']:,}; "
-        f"vocabulary {manifest['vocab_size']} (asked for {config.data.tokenizer or config.data.vocab_size}), in {data.folder}\n"
-        f"model: {config.model.position}, {total:,} parameters, {decayed:,} of them with weight decay, on {team.device}\n"
-        f"step: {batch * config.data.context:,} tokens = {processes}{passes} x {micro_batch_size} sequences x {config.data.context}; "
-        f"{config.train.steps} steps = {config.train.steps * batch / windows:.2f} epochs"
-    )
-
-
-def print_end(config: Experiment, progress: Progress, lengths: dict) -> None:
-    run_dir = config.run_dir
-    other = "sinusoidal" if config.model.position == "rope" else "rope"
-    other += f" --name {config.name}-{other}" if config.name else ""
-    last = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"val/loss"' in line][
-        -1
-    ]
-    print(
-        f"{length_table(lengths)}\n\n"
-        f"{config.run_name}: {last['val/loss']:.4f} nats/token, {last['val/bits_per_byte']:.4f} bits/byte on held-out text "
-        f"after {progress.step} steps, {progress.tokens:,} tokens. All of it is in {run_dir}\n"
-        f"next:\n"
-        f'  python scripts/generate.py {run_dir} --prompt "My fellow citizens"\n'
-        f"  python scripts/evaluate.py {run_dir}\n"
-        f"  python train.py --config {run_dir}/config.yaml --model.position {other}"
-        + (f"\n  wandb leet {run_dir}/wandb" if (run_dir / "wandb").is_dir() else "")
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:

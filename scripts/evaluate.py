@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.record import length_table
 from configs.run_folder import write_atomically
 from configs.schema import Experiment, interactive, parse, parse_experiment, run_guarded
 from configs.tracking import plot_lengths
@@ -29,7 +30,7 @@ from model.config import SCALING_KINDS, ScalingConfig
 from model.device import choose_device, keep_freed_memory
 from model.scoring import measure, score, score_windows
 from model.transformer import Transformer
-from train import block_ends, length_table, measure_lengths, reader
+from train import block_ends, measure_lengths, reader
 
 # Ends of the position buckets, and gaps of the copy measurement, as multiples of the trained length.
 BUCKETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 3, 4, 6, 8, 12, 16)

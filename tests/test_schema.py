@@ -194,7 +194,7 @@ def test_help_names_every_key_and_its_default():
         "--train.learning_rate",
         "default: 0.003",
         "--tracking.mode",
-        "Peak learning rate of AdamW.",
+        "Peak learning rate.",
     ):
         assert words in text
 
