@@ -162,6 +162,7 @@ class Experiment:
         if not 0 <= self.seed < 2**63:
             raise SettingsError(f"seed is {self.seed}: give a whole number from 0 to 2^63 - 1")
         scaling = self.model.rope.scaling
+        _stretches(scaling)
         if SCALING_KINDS[scaling.kind] and scaling.trained_length is None:
             raise SettingsError(
                 f"model.rope.scaling.kind {scaling.kind} needs model.rope.scaling.trained_length, the length before stretching"
@@ -194,6 +195,9 @@ class RopeOverride:
 
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
 
+    def __post_init__(self) -> None:
+        _stretches(self.scaling)
+
 
 @dataclass(frozen=True)
 class ModelOverride:
@@ -206,6 +210,14 @@ class ModelOverride:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"model.window is {self.window}: give 1 or more")
+
+
+def _stretches(scaling: ScalingConfig) -> None:
+    """SettingsError for a stretching by nothing; dynamic grows with the text, whatever its factor."""
+    if scaling.kind not in ("none", "dynamic") and scaling.factor == 1:
+        raise SettingsError(
+            f"model.rope.scaling.kind {scaling.kind} stretches nothing with model.rope.scaling.factor 1: give a higher one"
+        )
 
 
 def _at_least(section: object, prefix: str, smallest: int, *names: str) -> None:

@@ -378,10 +378,12 @@ def scaling(config: BenchmarkConfig) -> Report:
 def draw_scaling(table: list[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for axis, part in (("context", table[: len(CONTEXTS)]), ("parameters", table[len(CONTEXTS) :])):
-        figure, axes, style = new_figure(axis, "ms per token of training", f"Cost of a training token by {axis}")
+        figure, axes, style = new_figure(
+            axis, "microseconds per token of training", f"Cost of a training token by {axis}"
+        )
         for name, key in (("ropewalk", "ms/token"), ("its FLOPs at the speed of sgemm", "ms/token at sgemm")):
             look = style("rope" if key == "ms/token" else "sinusoidal")
-            axes.plot([row[axis] for row in part], [row[key] for row in part], label=name, **look)
+            axes.plot([row[axis] for row in part], [1000 * row[key] for row in part], label=name, **look)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks([row[axis] for row in part], [f"{row[axis]:,}" for row in part])

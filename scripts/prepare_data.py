@@ -25,7 +25,7 @@ def report(config: Experiment) -> None:
         counts = data.manifest[split]
         print(
             f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
-            f"{len(counts['shards'])} shards"
+            f"{len(counts['shards'])} shard{'s' if len(counts['shards']) > 1 else ''}"
         )
     print(f"prepared data of vocabulary {data.manifest['vocab_size']:,}, every byte checked: {data.folder}")
 

@@ -375,6 +375,7 @@ def test_program_takes_any_prompt(run, prompt: str):
         (["RUN", "--device=gpu"], "device is 'gpu'"),
         (["RUN", "--temprature=1"], "did you mean --temperature?"),
         ([], "required: run"),
+        (["RUN", "--model.rope.scaling.kind=yarn"], "stretches nothing with model.rope.scaling.factor 1"),
         (["RUN", "--model.rope.scaling.kind=dinamic"], "choose one of none, linear"),
         (["RUN", "--model.rope.scaling.factor=0.5"], "give 1 or more"),
     ],

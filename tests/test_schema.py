@@ -130,6 +130,12 @@ MISTAKES = {
     ),
     "fraction 0": ("model: {rope: {fraction: 0.0}}\n", [], "model.rope.fraction is 0.0", "above 0"),
     "fraction 1.5": ("seed: 1\n", ["--model.rope.fraction=1.5"], "model.rope.fraction is 1.5", "up to 1"),
+    "stretching by nothing": (
+        "model: {rope: {scaling: {kind: linear}}}\n",
+        [],
+        "kind linear stretches nothing",
+        "factor",
+    ),
     "trained length": ("model: {rope: {scaling: {kind: yarn, factor: 2}}}\n", [], "kind yarn needs", "trained_length"),
     "warm-up": ("train: {steps: 10, warmup_steps: 20}\n", [], "train.warmup_steps 20", "train.steps 10"),
     "micro": ("train: {batch_size: 10, micro_batch_size: 4}\n", [], "train.batch_size 10", "train.micro_batch_size 4"),
