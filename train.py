@@ -277,7 +277,9 @@ def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
     state = checkpoint.read_state(path)
     if state["tokenizer_sha256"] != data.manifest["tokenizer_sha256"]:
         raise SettingsError(f"init_from {run} was trained with another tokenizer than this run's data")
-    before, now = flatten(state["model"], "model."), flatten(asdict(model.config), "model.")
+    configs = checkpoint.model_config(state["model"]), model.config
+    # Heads of keys that are not given are as many as those of queries.
+    before, now = (flatten({**asdict(c), "n_kv_heads": c.kv_heads}, "model.") for c in configs)
     free = ("model.rope.scaling.", "model.window", "model.dropout", "model.init_std")
     changed = [
         f"{key} was {before.get(key)!r} and is {value!r}"

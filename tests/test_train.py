@@ -359,7 +359,10 @@ def test_weights_are_not_started_from_under_another_meaning(small_run: list[str]
         error = capsys.readouterr().err
         assert stop.value.code == 2 and error.count("\n") == 1 and words in error
     assert not (base.parent / "next").exists()
-    go(start, "--model.rope.theta=500000", "--model.rope.scaling.kind=linear", "--model.rope.scaling.factor=2")
+    # As many key heads as query heads, given as a number, are no other model.
+    heads = json.loads((base / "checkpoints/step-0000002/state.json").read_text())["model"]["n_heads"]
+    stretched = ["--model.rope.scaling.kind=linear", "--model.rope.scaling.factor=2"]
+    go(start, "--model.rope.theta=500000", *stretched, f"--model.n_kv_heads={heads}")
 
 
 def test_the_start_says_what_a_step_is_and_accumulation_changes_no_line(
