@@ -51,7 +51,7 @@ from model.parallel import Team, is_spread, spread_like, whole_tensors
 from model.scoring import Read, measure
 from model.transformer import Transformer
 
-# Compiling takes a minute or so, and is repaid at a tenth of a second a step.
+# Compiling takes about a minute: on a GPU a run of fewer steps is rarely long enough to win it back.
 COMPILED_STEPS = 1000
 
 
@@ -110,6 +110,7 @@ def make_optimizers(model: torch.nn.Module, config: TrainConfig) -> list[torch.o
 
     With muon the matrices of the blocks have Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) instead,
     its updates scaled to AdamW's RMS, so that one learning rate and one decay fit both (Liu et al. 2025, Moonlight).
+    Queries, keys and values are one matrix here and are made orthogonal together.
     """
     parameters, made = list(model.parameters()), []
     if config.optimizer == "muon":
@@ -215,13 +216,17 @@ def measure_lengths(
     }
 
 
-def sample(model: Transformer, data: PreparedData, config: Experiment) -> str:
-    """Text that goes on from eval.sample_prompt, the same for the same weights and seed."""
+def sample(model: Transformer, data: PreparedData, config: Experiment, team: Team) -> str:
+    """Text that goes on from eval.sample_prompt, the same for the same weights and seed.
+
+    Of a sharded model, whose weights `measure` has just gathered, every process must take part.
+    """
     tokenizer = data.tokenizer
     end_of_text = end_of_text_id(tokenizer)
     ids = tokenizer.encode(config.eval.sample_prompt, add_special_tokens=False).ids or [end_of_text]
     generators = [torch.Generator(model.embedding.weight.device).manual_seed(config.seed)]
     settings = {"generators": generators, "temperature": 0.8, "top_k": 50, "end_of_text": end_of_text}
+    settings |= {"forward": team.same_logits(model)} if team.sharded else {}
     stream = TextStream(tokenizer)
     made = generate(model, [ids], config.eval.sample_tokens, **settings)
     return config.eval.sample_prompt + "".join(stream.feed(chosen) for (chosen,) in made) + stream.finish()
@@ -237,10 +242,16 @@ def resume_weights(run: Path, model: Transformer, data: PreparedData) -> None:
     checkpoint.load_weights(model, path)
 
 
-def resume_optimizers(run: Path, model: Transformer, optimizers: list[torch.optim.Optimizer], team: Team) -> Progress:
+def resume_optimizers(
+    run: Path, kind: str, model: Transformer, optimizers: list[torch.optim.Optimizer], team: Team
+) -> Progress:
     """Load all but the weights of the newest checkpoint of a run: optimizers, random state, and where training stands."""
     path = checkpoint.latest(run)
     state, saved = checkpoint.read_state(path), checkpoint.load_optimizer(path)
+    if (before := state.get("optimizer", "adamw")) != kind:
+        raise SettingsError(
+            f"{run} was trained with train.optimizer {before}, not {kind}: start a new run with --init_from {run}"
+        )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     if (path / checkpoint.SHARDS).is_dir():
@@ -248,9 +259,8 @@ def resume_optimizers(run: Path, model: Transformer, optimizers: list[torch.opti
 
         read_optimizers(path / checkpoint.SHARDS, model, optimizers)
     else:
-        if len(saved["optimizers"]) != len(optimizers):
-            raise SettingsError(f"{run} was trained with another train.optimizer: start anew with --init_from {run}")
-        for optimizer, own in zip(optimizers, saved["optimizers"], strict=True):
+        # Runs from before there were several have one.
+        for optimizer, own in zip(optimizers, saved.get("optimizers") or [saved["optimizer"]], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             moments = own["state"]
             own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
@@ -331,7 +341,9 @@ def run(config: Experiment, stop: StopRequest) -> None:
     token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
 
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, data.manifest["vocab_size"], config.seed).to(device)
+    model = Transformer(config.model, data.manifest["vocab_size"], config.seed)
+    if team.size == 1 or config.train.parallel != "fsdp":  # else each puts its part there
+        model = model.to(device)
     model.activation_checkpointing = config.train.activation_checkpointing
     # What dropout draws must not depend on how the weights were made, and differs between processes.
     torch.manual_seed(config.seed + team.rank)
@@ -343,11 +355,11 @@ def run(config: Experiment, stop: StopRequest) -> None:
     if resumable:
         resume_weights(run_dir, model, data)
     forward = team.spread(model, config.train.parallel, bf16=not isinstance(autocast, nullcontext))
-    repaid = device.type == "cuda" and config.train.steps >= COMPILED_STEPS
+    repaid = device.type == "cuda" and config.train.steps >= COMPILED_STEPS and not team.sharded
     if config.train.compile is True or (config.train.compile == "auto" and repaid):
         forward = compiled_or_plain(forward)
     optimizers = make_optimizers(model, config.train)
-    progress = resume_optimizers(run_dir, model, optimizers, team) if resumable else Progress()
+    progress = resume_optimizers(run_dir, config.train.optimizer, model, optimizers, team) if resumable else Progress()
     if record:
         record.begin(progress.step, data, team.size, name_device(device))
         record.print_start(data, team.size, micro_batch_size, windows, decayed)
@@ -367,6 +379,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
         state = {
             **asdict(progress),
             "context": context,
+            "optimizer": config.train.optimizer,
             "data_fingerprint": data.manifest["fingerprint"],
             "tokenizer_sha256": data.manifest["tokenizer_sha256"],
         }
@@ -385,7 +398,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
         batch_tokens = config.eval.batch_tokens
         result = measure(model, read, val_starts, context, context, token_bytes, batch_tokens, autocast, team)
         # All processes that hold a part of the model must take part, even if one alone writes.
-        text = sample(model, data, config) if config.eval.sample_tokens and (record or team.sharded) else None
+        text = sample(model, data, config, team) if config.eval.sample_tokens and (record or team.sharded) else None
         if not record:
             return
         progress.val_loss = result["loss"]
@@ -449,6 +462,7 @@ def run(config: Experiment, stop: StopRequest) -> None:
             save()
         if shards:
             shards.wait()
+            signalled = signalled or team.largest(stop.signal or 0)
     bar.close()
     stop.graceful = False  # all is saved: from here on a signal stops at once
     lengths = None if signalled else measure_lengths(model, data, config, autocast, team)

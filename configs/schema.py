@@ -65,7 +65,7 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast; auto takes it on a GPU that is fast at it and fp32 elsewhere, always on a CPU."""
     compile: bool | Literal["auto"] = "auto"
-    """torch.compile the model; auto compiles on a GPU where the run has 1,000 steps or more, which repay it."""
+    """torch.compile the model; auto compiles on a GPU, unless the run has fewer than 1,000 steps or is sharded."""
     activation_checkpointing: bool = False
     """Keep only what goes into each block and make the rest again for backward: far less memory, about a third slower."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"

@@ -80,6 +80,9 @@ def pieces(text: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:
     Our own pre-tokenizer and GPT-2's always part there. Any other `tokenizer` is asked at every cut, with the text
     around it; what it would not part stays long.
     """
+    if len(text) <= PIECE:
+        yield text
+        return
     ask, start = tokenizer is not None and not _parts_words(tokenizer), 0
     size = ASKED_PIECE if ask else PIECE
     while len(text) - start > size:
@@ -96,9 +99,9 @@ def pieces(text: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:
 
 def _parts_words(tokenizer: Tokenizer) -> bool:
     """Whether it surely parts a letter from a space with a letter after it: GPT-2's pre-tokenizer, and nothing else."""
-    first, added = tokenizer.pre_tokenizer, tokenizer.get_added_tokens_decoder().values()
-    by_words = isinstance(first, pre_tokenizers.ByteLevel) and first.use_regex
-    return by_words and tokenizer.normalizer is None and all(token.special for token in added)
+    first = tokenizer.pre_tokenizer
+    by_words = isinstance(first, pre_tokenizers.ByteLevel) and first.use_regex and tokenizer.normalizer is None
+    return by_words and all(token.special for token in tokenizer.get_added_tokens_decoder().values())
 
 
 def _parts_at(tokenizer: Tokenizer, before: str, after: str) -> bool:

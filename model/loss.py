@@ -36,7 +36,8 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=hidden.device)
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
         rows = max(1, LOGITS[hidden.device.type] // head.shape[0])
         parts = zip(grad_hidden.split(rows), hidden.split(rows), targets[:, None].split(rows), strict=True)
         for part, h, y in parts:
@@ -51,7 +52,7 @@ class _SummedLoss(torch.autograd.Function):
             slope = z.mul_(total_exp.reciprocal()).scatter_add_(1, y, -torch.ones_like(at_target)).to(dtype)
             part.copy_(slope @ head)
             grad_head += slope.T @ h
-        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
         return total
 
     @staticmethod

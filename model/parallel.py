@@ -8,6 +8,7 @@ weights, gradients and optimizer state are spread over all (FSDP2, `fully_shard`
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from model.transformer import Transformer
 
 T = TypeVar("T")
-# While one process prepares data or validates, the others wait so long.
+# While one process prepares data or writes a checkpoint, the others wait so long.
 PATIENCE = timedelta(hours=2)
 
 
@@ -70,7 +71,7 @@ class Team:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes, logs and measures."""
+        """Whether this process is the one that writes and speaks."""
         return self.rank == 0
 
     def restarted(self) -> bool:
@@ -125,6 +126,17 @@ class Team:
         own = list(range(len(starts)))[self.rank * each : (self.rank + 1) * each]
         return starts[own + [0] * (each - len(own))], len(own)
 
+    def same_logits(self, model: Transformer) -> Callable[..., Tensor]:
+        """The model's last_logits, those of the first process for all, so that all choose the same tokens."""
+
+        def forward(*inputs: Any) -> Tensor:
+            logits = model.last_logits(*inputs)
+            if self.size > 1:
+                dist.broadcast(logits, 0)
+            return logits
+
+        return forward
+
     def spread(self, model: Transformer, parallel: Literal["auto", "ddp", "fsdp"], bf16: bool) -> nn.Module:
         """Put a model, alike in all processes, into the form that is called in training.
 
@@ -161,7 +173,7 @@ class Team:
         return nullcontext()
 
     def whole(self, model: Transformer) -> Transformer:
-        """`model`, or with fsdp a copy in one piece, on the first process; every process must take part."""
+        """`model`, or with fsdp a copy in one piece, on the CPU of the first process; every process must take part."""
         if not self.sharded:
             return model
         weights = whole_tensors(model.state_dict())
@@ -170,7 +182,7 @@ class Team:
         with torch.device("meta"):
             copy = Transformer(model.config, model.vocab_size)
         copy.load_state_dict(weights, assign=True)
-        return copy.to(self.device)
+        return copy
 
     def leave(self) -> None:
         """Say goodbye to the others."""
@@ -184,10 +196,16 @@ def is_spread(value: Any) -> bool:
 
 
 def whole_tensors(values: Any) -> Any:
-    """Nested values with every DTensor put together, on the CPU; every process must take part."""
+    """Nested values with every DTensor put together, on the CPU of the first process and None elsewhere.
+
+    Every process must take part.
+    """
     if isinstance(values, dict):
         return {key: whole_tensors(value) for key, value in values.items()}
-    return values.full_tensor().cpu() if is_spread(values) else values
+    if not is_spread(values):
+        return values
+    whole = values.full_tensor()
+    return whole.cpu() if dist.get_rank() == 0 else None
 
 
 def spread_like(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:

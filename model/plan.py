@@ -85,7 +85,7 @@ def activation_bytes(config: ModelConfig, bf16: bool, checkpointing: bool = Fals
 
 
 def logit_bytes(vocab_size: int, bf16: bool) -> int:
-    """Bytes a token at the peak of the loss: logits, and in fp32 their log-softmax and the gradients of both."""
+    """Bytes a token at the peak of a compiled loss: logits, and in fp32 their log-softmax and the gradients of both."""
     return vocab_size * ((2 if bf16 else 4) + 3 * 4)
 
 

@@ -8,6 +8,7 @@ Any number of processes reads them, one without torchrun included.
 """
 
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,13 +37,16 @@ class ShardedSaves:
         self.running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Return when the checkpoint before is finished; OSError if it cannot be written."""
+        """Return when the checkpoint before is finished; OSError in all processes if one cannot write it."""
         running, self.running = self.running, None
-        if running:
-            try:
-                running.result()
-            except (Exception, CheckpointException) as error:
-                raise OSError(f"cannot write a checkpoint: {str(error).strip().splitlines()[-1]}") from error
+        if not running:
+            return
+        error = running.exception()
+        said = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[-1]
+        if said := next(filter(None, self.team.collect(said)), ""):
+            if self.team.first:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            raise OSError(f"cannot write a checkpoint: {said}") from error
 
     def save(
         self,
@@ -62,10 +66,9 @@ class ShardedSaves:
         self.wait()
         if self.team.from_first(checkpoint.is_there(folder, state["step"])):
             return
-        temporary = checkpoint.half_made(folder, state["step"])
+        temporary = self.temporary = checkpoint.half_made(folder, state["step"])
         if self.team.first:
             checkpoint.begin(folder, state["step"])
-            torch.save(others, temporary / checkpoint.OPTIMIZER)
         self.team.wait()
         parts = {"model": model.state_dict(), "optimizers": get_optimizer_state_dict(model, optimizers)["state"]}
         written = dcp.async_save(parts, checkpoint_id=temporary / checkpoint.SHARDS, process_group=self.group)
@@ -73,6 +76,7 @@ class ShardedSaves:
         def finish() -> None:
             written.result()
             if self.team.first:
+                torch.save(others, temporary / checkpoint.OPTIMIZER)
                 checkpoint.finish(temporary, model, state)
                 then()
 
@@ -80,8 +84,11 @@ class ShardedSaves:
 
 
 def read_weights(shards: Path, model: Transformer) -> None:
-    """Copy weights into `model`, whole or spread. ValueError unless names and shapes are there."""
+    """Copy weights into `model`, whole or spread. ValueError unless names and shapes agree exactly."""
     _read({"model": model.state_dict()}, shards)
+    held = _Reader(shards).read_metadata().state_dict_metadata
+    if more := {name for name in held if name.startswith("model.")} - {f"model.{name}" for name in model.state_dict()}:
+        raise ValueError(f"{shards} holds what the model has not: {', '.join(sorted(more))}")
 
 
 def read_optimizers(shards: Path, model: Transformer, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -114,17 +121,21 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with (self.path / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
+        names = {path.name for path in self.path.iterdir()}
+        if not names.issuperset(info.relative_path for info in metadata.storage_data.values()):
+            raise ValueError("it names files that are elsewhere")
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module.partition(".")[0], name) in {("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}:
+            return type(Path())
         known = {
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("pathlib", type(Path()).__name__),
         }
         parts = "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"
         known |= {

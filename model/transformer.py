@@ -35,7 +35,7 @@ class Transformer(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.encoding = encoding_class(config.position)
-        # Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; changes memory and time, never a number.
+        # Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": changes memory and time, no gradient.
         self.activation_checkpointing = False
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -67,6 +67,11 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch seq dim"]:
         """Everything but the output head: the normed residual stream after the last block."""
+        return self._hidden_states(tokens, positions, cache)  # under fsdp a call of this one gathers weights, once
+
+    def _hidden_states(
+        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+    ) -> Float[Tensor, "batch seq dim"]:
         seq = tokens.shape[1]
         past = 0 if cache is None else cache.length
         if positions is None:
@@ -76,7 +81,7 @@ class Transformer(nn.Module):
             all_tokens, key_positions = cache.extend(tokens, positions)
             if past and self.encoding.outgrows_cache(self.config, past + seq):
                 cache.length += seq
-                return self.hidden_states(all_tokens, key_positions)[:, -seq:]
+                return self._hidden_states(all_tokens, key_positions)[:, -seq:]
         encoding = self.encoding(self.config, positions, key_positions)
         mask = attention_mask(encoding, seq, past, self.config.window, tokens.device)
 
@@ -121,7 +126,7 @@ class Transformer(nn.Module):
             cache: keys and values of the tokens before these; it is extended in place.
             targets: the token after each of `tokens`, for training.
         """
-        hidden = self.hidden_states(tokens, positions, cache)
+        hidden = self._hidden_states(tokens, positions, cache)
         return self.logits(hidden) if targets is None else summed_loss(hidden, self.output_head, targets)
 
 
