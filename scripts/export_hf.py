@@ -9,11 +9,11 @@ import safetensors.torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.record import length_table
 from configs.run_folder import open_model, refuse_used
 from configs.schema import ModelOverride, SettingsError, parse, run_guarded
 from data.tokenizer import end_of_text_id
 from model.hub import llama_config, to_llama
-from train import length_table
 
 
 @dataclass(frozen=True)

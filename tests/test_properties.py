@@ -48,7 +48,13 @@ def model_configs(draw: st.DrawFn, most: int = 10**6) -> ModelConfig:
     kind = draw(st.sampled_from(sorted(SCALING_KINDS))) if position == "rope" else "none"
     slow = draw(st.floats(0.5, 2))
     scaling = ScalingConfig(
-        kind, draw(st.floats(1, 64)), draw(st.integers(1, most)), slow + draw(st.floats(0.5, 64)), slow, slow + 1, slow
+        kind,
+        draw(st.floats(1.01, 64)),
+        draw(st.integers(1, most)),
+        slow + draw(st.floats(0.5, 64)),
+        slow,
+        slow + 1,
+        slow,
     )
     return ModelConfig(
         position=position,
@@ -87,6 +93,11 @@ def experiments(draw: st.DrawFn) -> Experiment:
         context=draw(st.integers(64, 10**6)),
         cache_dir=draw(TEXTS),
     )
+    optimizer, parallel, sharded = draw(
+        st.sampled_from(
+            [("adamw", "auto", False), ("muon", "ddp", False), ("adamw", "fsdp", False), ("adamw", "fsdp", True)]
+        )
+    )
     train = TrainConfig(
         steps=steps,
         batch_size=micro * draw(st.integers(1, 64)),
@@ -94,7 +105,10 @@ def experiments(draw: st.DrawFn) -> Experiment:
         learning_rate=draw(POSITIVE),
         warmup_steps=draw(st.integers(0, steps)),
         schedule=draw(st.sampled_from(["cosine", "wsd"])),
-        parallel=draw(st.sampled_from(["auto", "ddp", "fsdp"])),
+        optimizer=optimizer,
+        parallel=parallel,
+        sharded_checkpoints=sharded,
+        activation_checkpointing=draw(st.booleans()),
         decay_fraction=draw(st.floats(0, 1)),
         min_lr_ratio=draw(st.floats(0, 1)),
         weight_decay=draw(POSITIVE),
