@@ -51,7 +51,17 @@ def test_the_readme_has_the_commands_people_are_told_to_type():
     } <= set(commands())
 
 
-@pytest.mark.parametrize("command", commands())
+# What other tests run as well, to the same end: slow tests here.
+ELSEWHERE = ("scripts/study.py", "scripts/benchmark.py train", "--seed 1", "--model.position alibi", "torchrun")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(line, marks=pytest.mark.slow if any(part in line for part in ELSEWHERE) else [])
+        for line in commands()
+    ],
+)
 def test_command(command: str, folder: Path):
     """In the README's order: later commands use the runs of earlier ones."""
     bin_dir = Path(sys.executable).parent

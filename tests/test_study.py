@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, run_program
+from conftest import ROOT, refused, run_program
 from safetensors.torch import load_file
 from scipy import stats
 
 from model import checkpoint
 from model.config import SCALING_KINDS
+from scripts import compare, evaluate
 
 KINDS = [kind for kind in SCALING_KINDS if kind != "none"]
 
@@ -294,15 +295,17 @@ def same_cell(run: Path) -> None:
         (same_cell, "are both rope of seed 0"),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused_in_one_line(pair: list[Path], tmp_path: Path, spoil, words: str):
+def test_runs_that_cannot_be_compared_are_refused_in_one_line(
+    pair: list[Path], tmp_path: Path, spoil, words: str, capsys: pytest.CaptureFixture
+):
     spoil(pair[1])
-    done = run_program("scripts/compare.py", *pair, f"--out={tmp_path / 'out'}")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+    assert words in refused(compare.main, [*pair, f"--out={tmp_path / 'out'}"], capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_evaluate_refuses_in_one_line(pair: list[Path], tmp_path: Path, text_folder: Path):
+def test_evaluate_refuses_in_one_line(
+    pair: list[Path], tmp_path: Path, text_folder: Path, capsys: pytest.CaptureFixture
+):
     shutil.rmtree(pair[1] / "checkpoints")
     too_long = run_program(
         "train.py", *flags(text_folder, tmp_path), "--data.context=1200", "--train.batch_size=1", "--eval.length_ratios=[1,2]", "--train.steps=2", "--train.warmup_steps=0",
@@ -316,9 +319,7 @@ def test_evaluate_refuses_in_one_line(pair: list[Path], tmp_path: Path, text_fol
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "runs" / "long", "no held-out document is longer than the trained length of 1200 tokens"),
     ):
-        done = run_program("scripts/evaluate.py", run)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+        assert words in refused(evaluate.main, [run], capsys)
 
 
 def test_the_command_of_the_sweep_runs(text_folder: Path, tmp_path: Path):
