@@ -387,7 +387,11 @@ def draw_scaling(table: list[dict[str, Any]], folder: Path) -> None:
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks([row[axis] for row in part], [f"{row[axis]:,}" for row in part])
-        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        least, most = axes.get_ylim()
+        ticks = [digit * 10**power for power in range(-2, 6) for digit in (1, 2, 3, 5)]
+        ticks = [tick for tick in ticks if least <= tick <= most]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
         save_figure(figure, axes, folder / f"cost-by-{axis}.png")
 
 
