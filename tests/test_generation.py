@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -325,10 +326,14 @@ def test_interactive_mode_edits_lines_stops_answers_and_ends(run):
     """In a terminal: Ctrl-A edits the line, Ctrl-C stops an endless answer, Ctrl-D ends the program."""
     import pty
 
+    def as_a_terminal_does() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that run in the background have it ignored
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     terminal, other = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts/generate.py", run, "--interactive", "--max_new_tokens=100000"],
-        stdin=other, stdout=other, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        stdin=other, stdout=other, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=as_a_terminal_does,
     )  # fmt: skip
     os.close(other)
     shown = ""
@@ -342,14 +347,10 @@ def test_interactive_mode_edits_lines_stops_answers_and_ends(run):
         return words in shown
 
     def interrupt() -> bool:
-        """Press Ctrl-C, as a person would a second time where the first went unheard inside a library."""
         nonlocal shown
         shown = ""
-        for _ in range(10):
-            os.write(terminal, b"\x03")
-            if until("\n> ", 5):
-                return True
-        return False
+        os.write(terminal, b"\x03")
+        return until("\n> ")
 
     assert until("> ")
     os.write(terminal, b"rope\x01the \n")
