@@ -265,7 +265,7 @@ def resume_optimizers(
             moments = own["state"]
             own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
             optimizer.load_state_dict(own)
-    # Moments come from the file; learning rate, decay and betas are settings, and settings win.
+    # Moments come from the file; learning rate, decay and betas are settings, and settings win. Loading has made new groups.
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, own in zip(groups, settings, strict=True):
         group.update(own)

@@ -181,7 +181,9 @@ def load_weights(model: Transformer, checkpoint: Path) -> None:
         # Imported where it is used: it takes a second.
         from model.sharded import read_weights
 
-        check_shards(checkpoint)
+        for name in state["sha256"]:
+            if name.startswith(f"{SHARDS}/"):
+                _check(checkpoint, name, state)
         read_weights(checkpoint / SHARDS, model)
         return
     _check(checkpoint, WEIGHTS, state)
@@ -189,14 +191,6 @@ def load_weights(model: Transformer, checkpoint: Path) -> None:
         model.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS), strict=True)
     except (RuntimeError, safetensors.SafetensorError) as error:
         raise ValueError(f"{checkpoint} does not fit the model: {' '.join(str(error).split())}") from error
-
-
-def check_shards(checkpoint: Path) -> None:
-    """ValueError if one of the shards is damaged."""
-    state = read_state(checkpoint)
-    for name in state["sha256"]:
-        if name.startswith(f"{SHARDS}/"):
-            _check(checkpoint, name, state)
 
 
 def load_optimizer(checkpoint: Path) -> dict[str, Any]:

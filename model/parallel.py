@@ -127,12 +127,11 @@ class Team:
         return starts[own + [0] * (each - len(own))], len(own)
 
     def same_logits(self, model: Transformer) -> Callable[..., Tensor]:
-        """The model's last_logits, those of the first process for all, so that all choose the same tokens."""
+        """A sharded model's last_logits, those of the first process for all, so that all choose the same tokens."""
 
         def forward(*inputs: Any) -> Tensor:
             logits = model.last_logits(*inputs)
-            if self.size > 1:
-                dist.broadcast(logits, 0)
+            dist.broadcast(logits, 0)
             return logits
 
         return forward

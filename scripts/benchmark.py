@@ -289,7 +289,8 @@ def decode(config: BenchmarkConfig) -> Report:
 
 def write_text(path: Path, size: float) -> None:
     """At least `size` bytes of text as rows of JSON: documents of the default text, their paragraphs shuffled."""
-    documents, rng = [document.text for document in open_corpus(DataConfig())], random.Random(0)  # noqa: S311, a text and no secret
+    documents = [document.text for document in open_corpus(DataConfig())]
+    rng = random.Random(0)  # noqa: S311, a text and no secret
     with path.open("w", encoding="utf-8") as file:
         while size > 0:
             paragraphs = rng.choice(documents).split("\n")
