@@ -157,10 +157,12 @@ def train_step(
             (part * team.size).backward()
         loss += part.detach()
     loss = team.total(loss)
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-    grad_norm = grad_norm.full_tensor() if is_spread(grad_norm) else grad_norm
+    own_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    grad_norm = own_norm.full_tensor() if is_spread(own_norm) else own_norm
     if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
         raise NonFiniteError(f"loss is {loss.item()}, gradient norm is {grad_norm.item()}")
+    if grad_norm > grad_clip:  # else all would be multiplied by 1
+        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, own_norm)
     for optimizer in optimizers:
         optimizer.step()
     return loss, grad_norm

@@ -71,7 +71,7 @@ class _RMSNorm(torch.autograd.Function):
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [True, True, False]
         )
-        return grad_x.addcmul_((grad @ weight)[..., None], scale, value=1 / len(weight)), grad_weight
+        return grad_x.add_((grad @ weight)[..., None] * scale, alpha=1 / len(weight)), grad_weight
 
 
 class Attention(nn.Module):
