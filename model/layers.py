@@ -92,9 +92,12 @@ class Attention(nn.Module):
         remember: Remember | None,
     ) -> Float[Tensor, "batch seq dim"]:
         """`mask` None means: each token sees itself and all before it."""
-        heads = F.linear(x, self.qkv).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        qk, v = heads.split_with_sizes((self.n_heads + self.kv_heads, self.kv_heads), dim=1)
-        q, k = encoding.rotate(qk).split_with_sizes((self.n_heads, self.kv_heads), dim=1)
+        # Split before heads and tokens change places: the gradients are joined as the product wants them, without a copy.
+        heads = F.linear(x, self.qkv).unflatten(-1, (-1, self.head_dim))
+        qk, v = heads.split_with_sizes((self.n_heads + self.kv_heads, self.kv_heads), dim=2)
+        turned = encoding.rotate(qk.transpose(1, 2)).transpose(1, 2)
+        q, k = turned.split_with_sizes((self.n_heads, self.kv_heads), dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if remember is not None:
             k, v = remember(k, v)
         # is_causal aligns queries and keys at the top left, so it is right only when none are cached;
