@@ -144,8 +144,8 @@ def train_step(
     """
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     device, own = team.device, team.share(windows)
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:
+        parameter.grad = None
     loss = torch.zeros((), device=device)
     for first in range(0, len(own), micro_batch_size):
         x, y = reader(tokens)(own[first : first + micro_batch_size] * context, context)

@@ -119,9 +119,9 @@ def trainer(config: ContenderConfig, model: Transformer, device: torch.device) -
     else:
         llama = llama_of(model, context).to(device)
         forward, (optimizer,) = torch.compile(llama) if compiled else llama, make_optimizers(llama, train)
-        x, y = (torch.from_numpy(ids).to(device) for ids in cut(tokens, windows * context, context))
 
         def step() -> None:
+            x, y = (torch.from_numpy(ids).to(device) for ids in cut(tokens, windows * context, context))
             optimizer.zero_grad(set_to_none=True)
             with autocast:
                 logits = forward(input_ids=x, use_cache=False).logits
