@@ -147,7 +147,9 @@ class Team:
         if self.size == 1:
             return model
         if parallel != "fsdp":
-            self.wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            # On CPUs nothing is gained by sending early what is ready early, and every message costs.
+            bucket = {} if self.device.type == "cuda" else {"bucket_cap_mb": 25}
+            self.wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **bucket)
             return self.wrapped
         # Imported where it is used: half a second that a run on one process need not wait.
         from torch.distributed.device_mesh import init_device_mesh
