@@ -1,7 +1,7 @@
 """Train one model: `python train.py --config small.yaml`.
 
-Everything happens in the order it is written here: settings, device, run folder, data, model,
-optimizer, resume, then step after step with validation and checkpoints, and the length curve at the end.
+`run` does it in order: device, run folder, data; then a `Training` with model, optimizer and what is resumed, which
+goes step after step with validation and checkpoints; and the length curve at the end.
 """
 
 import signal
@@ -47,7 +47,7 @@ from model.device import (
     set_random_state,
 )
 from model.generation import generate
-from model.parallel import Team, is_spread, spread_like, whole_tensors
+from model.parallel import Team, is_spread, whole_tensors
 from model.scoring import Read, measure
 from model.transformer import Transformer
 
@@ -249,30 +249,14 @@ def resume_optimizers(
 ) -> Progress:
     """Load all but the weights of the newest checkpoint of a run: optimizers, random state, and where training stands."""
     path = checkpoint.latest(run)
-    state, saved = checkpoint.read_state(path), checkpoint.load_optimizer(path)
+    state = checkpoint.read_state(path)
     if (before := state.get("optimizer", "adamw")) != kind:
         raise SettingsError(
             f"{run} was trained with train.optimizer {before}, not {kind}: start a new run with --init_from {run}"
         )
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    if (path / checkpoint.SHARDS).is_dir():
-        from model.sharded import read_optimizers
-
-        read_optimizers(path / checkpoint.SHARDS, model, optimizers)
-    else:
-        # Runs from before there were several have one.
-        for optimizer, own in zip(optimizers, saved.get("optimizers") or [saved["optimizer"]], strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            moments = own["state"]
-            own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
-            optimizer.load_state_dict(own)
-    # Moments come from the file; learning rate, decay and betas are settings, and settings win. Loading has made new groups.
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, own in zip(groups, settings, strict=True):
-        group.update(own)
-    if team.rank < len(saved["random"]):
-        set_random_state(saved["random"][team.rank], team.device)
+    random = checkpoint.restore_optimizers(path, model, optimizers)["random"]
+    if team.rank < len(random):
+        set_random_state(random[team.rank], team.device)
     else:  # more processes than before
         torch.manual_seed(state["step"] * team.size + team.rank)
     if team.first:
@@ -303,24 +287,205 @@ def start_from(run: Path, model: Transformer, data: PreparedData) -> None:
     checkpoint.load_weights(model, path)
 
 
+class Training:
+    """A run from its first step to its last: the model, what updates it, where it stands, and what is written about it.
+
+    Args:
+        config: settings of the run.
+        team: the processes that train it together.
+        data: what it is trained on.
+        autocast: around each forward pass.
+        micro_batch_size: sequences of a forward pass.
+        resume: go on from the newest checkpoint of the run folder.
+
+    Raises:
+        SettingsError: the text is shorter than one window, or a checkpoint does not fit the settings.
+    """
+
+    def __init__(
+        self,
+        config: Experiment,
+        team: Team,
+        data: PreparedData,
+        autocast: AbstractContextManager,
+        micro_batch_size: int,
+        resume: bool,
+    ) -> None:
+        self.config, self.team, self.data = config, team, data
+        self.autocast, self.micro_batch_size = autocast, micro_batch_size
+        self.tokens, self.val_tokens = data.tokens("train"), data.tokens("val")
+        context, device, settings = config.data.context, team.device, config.train
+        windows = batches.window_count(self.tokens, context)
+        self.val_starts = batches.validation_starts(self.val_tokens, context, config.eval.windows)
+        for split, number, found in (
+            ("training", windows, self.tokens),
+            ("validation", len(self.val_starts), self.val_tokens),
+        ):
+            if number == 0:
+                raise SettingsError(
+                    f"the {split} text has {len(found)} tokens, and one window of data.context {context} needs "
+                    f"{context + 1}: use more text, or a smaller data.context or another data.val_fraction"
+                )
+        self.order = batches.TrainingOrder(windows, settings.batch_size, config.seed)
+        self.token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
+
+        torch.manual_seed(config.seed)
+        self.model = model = Transformer(config.model, data.manifest["vocab_size"], config.seed)
+        if team.size == 1 or settings.parallel != "fsdp":  # else each puts its part there
+            model.to(device)
+        model.activation_checkpointing = settings.activation_checkpointing
+        # What dropout draws must not depend on how the weights were made, and differs between processes.
+        torch.manual_seed(config.seed + team.rank)
+        if config.init_from and not resume:
+            start_from(Path(config.init_from), model, data)
+        parameters, decayed = (sum(p.numel() for p in model.parameters() if p.dim() >= least) for least in (1, 2))
+        self.record = Record(config, parameters) if team.first else None
+        team.wait()
+        if resume:
+            resume_weights(config.run_dir, model, data)
+        self.forward = team.spread(model, settings.parallel, bf16=not isinstance(autocast, nullcontext))
+        repaid = device.type == "cuda" and settings.steps >= COMPILED_STEPS and not team.sharded
+        if settings.compile is True or (settings.compile == "auto" and repaid):
+            self.forward = compiled_or_plain(self.forward)
+        self.optimizers = make_optimizers(model, settings)
+        self.shards = None
+        if team.sharded and settings.sharded_checkpoints:
+            from model.sharded import ShardedSaves
+
+            self.shards = ShardedSaves(team)
+        self.progress = Progress()
+        if resume:
+            self.progress = resume_optimizers(config.run_dir, settings.optimizer, model, self.optimizers, team)
+        if self.record:
+            self.record.begin(self.progress.step, data, team.size, name_device(device))
+            self.record.print_start(data, team.size, micro_batch_size, windows, decayed)
+        bars, first = interactive() and team.first, self.progress.step
+        self.bar = tqdm(total=settings.steps, initial=first, unit="step", disable=not bars, dynamic_ncols=True)
+        printing = partial(print, flush=True) if team.first else say_nothing
+        self.say = partial(tqdm.write, file=sys.stdout) if bars else printing
+
+    def to_the_end(self, stop: StopRequest) -> int:
+        """Step after step; returns the number of the signal that ended it early, or 0."""
+        settings, progress = self.config.train, self.progress
+        self.model.train()
+        self.clock, self.clock_tokens = time.perf_counter(), progress.tokens
+        signalled = 0
+        while progress.step < settings.steps and not signalled:
+            rate, grad_norm = self.step()
+            last = progress.step == settings.steps
+            if progress.step % settings.log_every == 0 or last:
+                self.report(rate, grad_norm.item())
+            if progress.step % self.config.eval.every == 0 or last:
+                pause = time.perf_counter()
+                self.validate()
+                self.clock += time.perf_counter() - pause
+            if progress.step % settings.save_every == 0 or last:
+                self.save()
+            signalled = self.team.largest(stop.signal or 0)
+        if signalled:
+            self.save()
+        if self.shards:
+            self.shards.wait()
+            signalled = signalled or self.team.largest(stop.signal or 0)
+        return signalled
+
+    def step(self) -> tuple[float, Tensor]:
+        """One update; returns its learning rate and the gradient norm before clipping."""
+        settings, progress, context = self.config.train, self.progress, self.config.data.context
+        rate = learning_rate(settings, progress.step)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
+        windows = self.order.at(progress.step)
+        updated = self.forward, self.optimizers, self.tokens, windows, context
+        how = self.micro_batch_size, settings.grad_clip, self.autocast, self.team
+        loss, grad_norm = train_step(*updated, *how)
+        progress.step += 1
+        progress.val_loss = None
+        progress.tokens += settings.batch_size * context
+        progress.pending.append(loss.item())
+        self.bar.update()
+        return rate, grad_norm
+
+    def log(self, values: dict[str, Any]) -> None:
+        if self.record:
+            self.record.log({"step": self.progress.step, "tokens": self.progress.tokens, **values})
+
+    def report(self, rate: float, grad_norm: float) -> None:
+        """A line of metrics: means since the last one."""
+        settings, progress = self.config.train, self.progress
+        mean = math.fsum(progress.pending) / len(progress.pending)
+        speed = (progress.tokens - self.clock_tokens) / (time.perf_counter() - self.clock)
+        progress.pending = []
+        values = {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens_per_second": speed}
+        self.log({f"train/{name}": value for name, value in values.items()})
+        self.bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
+        if self.bar.disable:
+            left = (settings.steps - progress.step) * settings.batch_size * self.config.data.context / speed
+            self.say(
+                f"step {progress.step}/{settings.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left"
+            )
+        self.clock, self.clock_tokens = time.perf_counter(), progress.tokens
+
+    def validate(self) -> None:
+        """Loss on the validation windows, and a sample of text."""
+        config, team, context = self.config, self.team, self.config.data.context
+        read, batch_tokens = reader(self.val_tokens), config.eval.batch_tokens
+        scored = self.val_starts, context, context, self.token_bytes, batch_tokens
+        result = measure(self.model, read, *scored, self.autocast, team)
+        # All processes that hold a part of the model must take part, even if one alone writes.
+        wanted = config.eval.sample_tokens and (self.record or team.sharded)
+        text = sample(self.model, self.data, config, team) if wanted else None
+        if not self.record:
+            return
+        self.progress.val_loss = result["loss"]
+        self.log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
+        self.say(
+            f"step {self.progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte"
+        )
+        if text is not None:
+            self.record.log_sample(self.progress.step, text)
+
+    def save(self) -> None:
+        """A checkpoint; with shards it may be done only later, in the background."""
+        config, run_dir, manifest = self.config, self.config.run_dir, self.data.manifest
+        others = {"random": self.team.collect(random_state(self.team.device))}
+        state = {
+            **asdict(self.progress),
+            "context": config.data.context,
+            "optimizer": config.train.optimizer,
+            "data_fingerprint": manifest["fingerprint"],
+            "tokenizer_sha256": manifest["tokenizer_sha256"],
+        }
+        if self.record:
+            self.record.metrics.sync()
+        folder, prune = run_dir / "checkpoints", partial(checkpoint.prune, run_dir, config.train.keep_checkpoints)
+        if self.shards:
+            self.shards.save(folder, self.model, self.optimizers, others, state, prune)
+            return
+        moments = [whole_tensors(optimizer.state_dict()) for optimizer in self.optimizers]
+        whole = self.team.whole(self.model)
+        if self.record:
+            checkpoint.save(folder, whole, {"optimizers": moments, **others}, state)
+            prune()
+
+
 def run(config: Experiment, stop: StopRequest) -> None:
     """Train, save, validate, measure: one whole run."""
     keep_freed_memory()
     team = Team(choose_device(config.device))
-    device, run_dir = team.device, config.run_dir
-    autocast = choose_autocast(config.train.precision, device)
-    if config.train.optimizer == "muon" and device.type == "cpu":
+    autocast = choose_autocast(config.train.precision, team.device)
+    if config.train.optimizer == "muon" and team.device.type == "cpu":
         raise SettingsError(
             "train.optimizer is muon, whose products are in bf16, far slower than fp32 on a CPU: use adamw, or a GPU"
         )
     micro_batch_size = share_batch(config.train, team.size)
     if team.restarted():
-        config = replace(config, resume=(run_dir / "config.yaml").is_file())
+        config = replace(config, resume=(config.run_dir / "config.yaml").is_file())
     if team.first:
         refuse_other_run(config)
     # A run that died before its first checkpoint is started over.
-    resumable = team.from_first(config.resume and bool(checkpoint.checkpoints(run_dir)))
-    if resumable and nothing_to_do(config, team):
+    resume = team.from_first(config.resume and bool(checkpoint.checkpoints(config.run_dir)))
+    if resume and nothing_to_do(config, team):
         return
 
     # One process of each machine prepares, and the others find it done.
@@ -328,146 +493,15 @@ def run(config: Experiment, stop: StopRequest) -> None:
     data = prepare(config.data, say, progress=team.first and interactive()) if team.local_rank == 0 else None
     team.wait()
     data = data or prepare(config.data, say)
-    tokens, val_tokens = data.tokens("train"), data.tokens("val")
-    read = reader(val_tokens)
-    context = config.data.context
-    windows = batches.window_count(tokens, context)
-    val_starts = batches.validation_starts(val_tokens, context, config.eval.windows)
-    for split, number, found in (("training", windows, tokens), ("validation", len(val_starts), val_tokens)):
-        if number == 0:
-            raise SettingsError(
-                f"the {split} text has {len(found)} tokens, and one window of data.context {context} needs "
-                f"{context + 1}: use more text, or a smaller data.context or another data.val_fraction"
-            )
-    order = batches.TrainingOrder(windows, config.train.batch_size, config.seed)
-    token_bytes = torch.from_numpy(byte_lengths(data.tokenizer))
 
-    torch.manual_seed(config.seed)
-    model = Transformer(config.model, data.manifest["vocab_size"], config.seed)
-    if team.size == 1 or config.train.parallel != "fsdp":  # else each puts its part there
-        model = model.to(device)
-    model.activation_checkpointing = config.train.activation_checkpointing
-    # What dropout draws must not depend on how the weights were made, and differs between processes.
-    torch.manual_seed(config.seed + team.rank)
-    if config.init_from and not resumable:
-        start_from(Path(config.init_from), model, data)
-    parameters, decayed = (sum(p.numel() for p in model.parameters() if p.dim() >= least) for least in (1, 2))
-    record = Record(config, parameters) if team.first else None
-    team.wait()
-    if resumable:
-        resume_weights(run_dir, model, data)
-    forward = team.spread(model, config.train.parallel, bf16=not isinstance(autocast, nullcontext))
-    repaid = device.type == "cuda" and config.train.steps >= COMPILED_STEPS and not team.sharded
-    if config.train.compile is True or (config.train.compile == "auto" and repaid):
-        forward = compiled_or_plain(forward)
-    optimizers = make_optimizers(model, config.train)
-    progress = resume_optimizers(run_dir, config.train.optimizer, model, optimizers, team) if resumable else Progress()
-    if record:
-        record.begin(progress.step, data, team.size, name_device(device))
-        record.print_start(data, team.size, micro_batch_size, windows, decayed)
-
-    def log(values: dict[str, Any]) -> None:
-        if record:
-            record.log({"step": progress.step, "tokens": progress.tokens, **values})
-
-    shards = None
-    if team.sharded and config.train.sharded_checkpoints:
-        from model.sharded import ShardedSaves
-
-        shards = ShardedSaves(team)
-
-    def save() -> None:
-        others = {"random": team.collect(random_state(device))}
-        state = {
-            **asdict(progress),
-            "context": context,
-            "optimizer": config.train.optimizer,
-            "data_fingerprint": data.manifest["fingerprint"],
-            "tokenizer_sha256": data.manifest["tokenizer_sha256"],
-        }
-        if record:
-            record.metrics.sync()
-        folder, prune = run_dir / "checkpoints", partial(checkpoint.prune, run_dir, config.train.keep_checkpoints)
-        if shards:
-            shards.save(folder, model, optimizers, others, state, prune)
-            return
-        whole, moments = team.whole(model), [whole_tensors(optimizer.state_dict()) for optimizer in optimizers]
-        if record:
-            checkpoint.save(folder, whole, {"optimizers": moments, **others}, state)
-            prune()
-
-    def validate() -> None:
-        batch_tokens = config.eval.batch_tokens
-        result = measure(model, read, val_starts, context, context, token_bytes, batch_tokens, autocast, team)
-        # All processes that hold a part of the model must take part, even if one alone writes.
-        text = sample(model, data, config, team) if config.eval.sample_tokens and (record or team.sharded) else None
-        if not record:
-            return
-        progress.val_loss = result["loss"]
-        log({f"val/{name}": result[name] for name in ("loss", "bits_per_byte", "perplexity")})
-        say(
-            f"step {progress.step}: validation {result['loss']:.4f} nats/token, {result['bits_per_byte']:.4f} bits/byte"
-        )
-        if text is not None:
-            record.log_sample(progress.step, text)
-
-    bars = interactive() and team.first
-    bar = tqdm(total=config.train.steps, initial=progress.step, unit="step", disable=not bars, dynamic_ncols=True)
-    say = partial(tqdm.write, file=sys.stdout) if bars else partial(print, flush=True) if team.first else say_nothing
-    clock, clock_tokens = time.perf_counter(), progress.tokens
-    model.train()
+    training = Training(config, team, data, autocast, micro_batch_size, resume)
+    record, progress = training.record, training.progress
     stop.graceful = True
-    signalled = 0
-    with failures_noted(run_dir, record, progress):
-        while progress.step < config.train.steps and not signalled:
-            rate = learning_rate(config.train, progress.step)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = rate
-            chosen = order.at(progress.step)
-            loss, grad_norm = train_step(
-                forward, optimizers, tokens, chosen, context, micro_batch_size, config.train.grad_clip, autocast, team
-            )
-            progress.step += 1
-            progress.val_loss = None
-            progress.tokens += config.train.batch_size * context
-            progress.pending.append(loss.item())
-            last = progress.step == config.train.steps
-            bar.update()
-
-            if progress.step % config.train.log_every == 0 or last:
-                mean = math.fsum(progress.pending) / len(progress.pending)
-                speed = (progress.tokens - clock_tokens) / (time.perf_counter() - clock)
-                progress.pending = []
-                log(
-                    {
-                        "train/loss": mean,
-                        "train/lr": rate,
-                        "train/grad_norm": grad_norm.item(),
-                        "train/tokens_per_second": speed,
-                    }
-                )
-                bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s")
-                if not bars:
-                    left = (config.train.steps - progress.step) * config.train.batch_size * context / speed
-                    say(
-                        f"step {progress.step}/{config.train.steps}: loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s, {left:.0f} s left"
-                    )
-                clock, clock_tokens = time.perf_counter(), progress.tokens
-            if progress.step % config.eval.every == 0 or last:
-                pause = time.perf_counter()
-                validate()
-                clock += time.perf_counter() - pause
-            if progress.step % config.train.save_every == 0 or last:
-                save()
-            signalled = team.largest(stop.signal or 0)
-        if signalled:
-            save()
-        if shards:
-            shards.wait()
-            signalled = signalled or team.largest(stop.signal or 0)
-    bar.close()
+    with failures_noted(config.run_dir, record, progress):
+        signalled = training.to_the_end(stop)
+    training.bar.close()
     stop.graceful = False  # all is saved: from here on a signal stops at once
-    lengths = None if signalled else measure_lengths(model, data, config, autocast, team)
+    lengths = None if signalled else measure_lengths(training.model, data, config, autocast, team)
     team.leave()
     if signalled:
         if record:

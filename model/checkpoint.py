@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from model.config import ModelConfig, ScalingConfig
+from model.parallel import spread_like
 from model.transformer import Transformer
 
 STATE, WEIGHTS, OPTIMIZER, SHARDS = "state.json", "model.safetensors", "optimizer.pt", "shards"
@@ -202,6 +203,33 @@ def load_optimizer(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(
             f"{checkpoint / OPTIMIZER} holds more than tensors and plain values, so it is not loaded"
         ) from None
+
+
+def restore_optimizers(checkpoint: Path, model: Transformer, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Copy a checkpoint's states into the optimizers of `model`, whole or spread; returns all that load_optimizer does.
+
+    Moments come from the file. Learning rate, decay and betas are settings, and stay those of `optimizers`.
+    """
+    saved = load_optimizer(checkpoint)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in _groups(optimizers)]
+    if (checkpoint / SHARDS).is_dir():
+        from model.sharded import read_optimizers
+
+        read_optimizers(checkpoint / SHARDS, model, optimizers)
+    else:
+        # Runs from before there were several have one.
+        for optimizer, own in zip(optimizers, saved.get("optimizers") or [saved["optimizer"]], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = own["state"]
+            own["state"] = {n: spread_like(moments[n], p) for n, p in enumerate(parameters) if n in moments}
+            optimizer.load_state_dict(own)
+    for group, own in zip(_groups(optimizers), settings, strict=True):  # loading has made new groups
+        group.update(own)
+    return saved
+
+
+def _groups(optimizers: list[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def model_config(values: dict[str, Any], settings: type = ModelConfig) -> Any:
