@@ -60,6 +60,11 @@ def compiled_or_plain(model: torch.nn.Module) -> Callable[..., Tensor]:
     return call
 
 
+def backward_by_hand(x: Tensor) -> bool:
+    """Whether layers use backward passes of their own: on a CPU, where no compiler writes better ones."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.float64)
+
+
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """State of the generators that dropout draws from."""
     state = {"cpu": torch.get_rng_state()}

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.device import backward_by_hand
 from model.positions.base import PositionEncoding
 
 NORM_EPS = 1e-5
@@ -41,14 +42,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         # Elsewhere torch has a fused kernel; on a CPU it is a chain of ten operations.
-        if not _by_hand(x):
+        if not backward_by_hand(x):
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight) if torch.is_grad_enabled() else x * _scale(x) * self.weight
-
-
-def _by_hand(x: Tensor) -> bool:
-    """Whether backward passes are written out here: on a CPU, where a compiler does not write better ones."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.float64)
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -92,12 +88,8 @@ class Attention(nn.Module):
         remember: Remember | None,
     ) -> Float[Tensor, "batch seq dim"]:
         """`mask` None means: each token sees itself and all before it."""
-        # Split before heads and tokens change places: the gradients are joined as the product wants them, without a copy.
         heads = F.linear(x, self.qkv).unflatten(-1, (-1, self.head_dim))
-        qk, v = heads.split_with_sizes((self.n_heads + self.kv_heads, self.kv_heads), dim=2)
-        turned = encoding.rotate(qk.transpose(1, 2)).transpose(1, 2)
-        q, k = turned.split_with_sizes((self.n_heads, self.kv_heads), dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = encoding.split(heads, self.n_heads, self.kv_heads)
         if remember is not None:
             k, v = remember(k, v)
         # is_causal aligns queries and keys at the top left, so it is right only when none are cached;
@@ -119,7 +111,7 @@ class SwiGLU(nn.Module):
         self.down = matrix(config.dim, config.ffn_dim)
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
-        if _by_hand(x) and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+        if backward_by_hand(x) and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
             return _SwiGLU.apply(x.flatten(0, -2), self.gate, self.up, self.down).view_as(x)
         return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
 

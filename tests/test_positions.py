@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from model.config import ModelConfig, SinusoidalConfig
+from model.config import ModelConfig, RopeConfig, ScalingConfig, SinusoidalConfig
 from model.positions import ENCODINGS, encoding_class
-from model.positions.rope import apply_rotary_pos_emb, rope_frequencies
+from model.positions.base import PositionEncoding
+from model.positions.rope import Rotary, apply_rotary_pos_emb, rope_frequencies
 from model.positions.sinusoidal import sinusoidal_table
 
 
@@ -96,6 +97,35 @@ def test_rope_in_fp32_stays_near_fp64_at_far_positions():
     exact = apply_rotary_pos_emb(x, positions)
     # fp32 angles are off by up to 2.4e-3 in cos at 65,536; bf16 tables would be off by 2.
     assert (apply_rotary_pos_emb(x.float(), positions) - exact).abs().max() < 5e-3 * x.abs().max()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["none", "yarn"])
+def test_gradients_of_heads_that_rope_turns_are_those_of_autograd(kind: str, kv_heads: int):
+    """On a CPU it writes its backward pass out; a subclass with a rotation of its own gets that one, and autograd."""
+    scaling = ScalingConfig(kind=kind, factor=2.0, trained_length=7) if kind != "none" else ScalingConfig()
+    config = ModelConfig(dim=64, n_heads=4, n_kv_heads=kv_heads, rope=RopeConfig(scaling=scaling))
+    positions = torch.tensor([[0, 1, 2, 3, 50, 1000, 60], [9, 8, 7, 6, 5, 4, 3]])
+
+    class Other(Rotary):
+        def rotate(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().rotate(x)
+
+    weight = heads(3, (2, 7, 4 + 2 * kv_heads, 16)).float()
+    gradients, values = [], []
+    for encoding, split in ((Rotary, Rotary.split), (Rotary, PositionEncoding.split), (Other, Other.split)):
+        x = heads(4, weight.shape).float().requires_grad_()
+        parts = split(encoding(config, positions, positions), x, 4, kv_heads)
+        assert [part.shape for part in parts] == [(2, n, 7, 16) for n in (4, kv_heads, kv_heads)]
+        # Squared, so that the gradients that come back depend on what went out.
+        (torch.cat(parts, dim=1).transpose(1, 2) ** 2 * weight).sum().backward()
+        gradients.append(x.grad)
+        values.append(torch.cat(parts, dim=1))
+    assert torch.equal(values[0], values[1]) and torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(values[2][:, : 4 + kv_heads], 2 * values[0][:, : 4 + kv_heads])
+    assert torch.allclose(
+        gradients[2][:, :, : 4 + kv_heads], 4 * gradients[0][:, :, : 4 + kv_heads], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_sinusoid_by_the_formula():

@@ -44,6 +44,19 @@ class PositionEncoding:
         """Rotary encodings: turn the heads of queries and of keys, in every attention layer."""
         return x
 
+    def split(
+        self, heads: Float[Tensor, "batch seq heads head_dim"], queries: int, keys: int
+    ) -> tuple[Float[Tensor, "batch queries seq head_dim"], Tensor, Tensor]:
+        """Queries, keys and values out of the heads of one product, which lie in this order; the first two rotated.
+
+        No hook: how it is done, not what. Keys and values are `(batch, keys, seq, head_dim)`.
+        """
+        # Split before heads and tokens change places: the gradients are joined as the product wants them, without a copy.
+        qk, v = heads.split_with_sizes((queries + keys, keys), dim=2)
+        turned = self.rotate(qk.transpose(1, 2)).transpose(1, 2)
+        q, k = turned.split_with_sizes((queries, keys), dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
     def bias(self) -> Float[Tensor, "#batch heads seq keys"] | None:
         """Biases: what is added to the attention scores after division by sqrt(head_dim), or None."""
         return None

@@ -5,11 +5,14 @@ position p is turned by the angle p * theta_k. The dot product of a query at i w
 depends on i - j alone, since turning both by the same angle changes nothing.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.device import backward_by_hand
 from model.positions.base import PositionEncoding
 from model.positions.scaling import attention_factor, scaled_frequencies, trained_length
 
@@ -107,3 +110,27 @@ class Rotary(PositionEncoding):
 
     def rotate(self, x: Tensor) -> Tensor:
         return rotate_pairs(x, self.turns)
+
+    def split(self, heads: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        plain = type(self).rotate is Rotary.rotate and torch.is_grad_enabled() and backward_by_hand(heads)
+        if plain and heads.dtype == self.turns.real.dtype:
+            return _TurnedHeads.apply(heads, self.turns, queries, keys)
+        return super().split(heads, queries, keys)
+
+
+class _TurnedHeads(torch.autograd.Function):
+    """What PositionEncoding.split and autograd would do; but gradients are joined once, and turned back in place."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, turns: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.turns, ctx.turned = turns, queries + keys
+        qk, v = heads.transpose(1, 2).split_with_sizes((queries + keys, keys), dim=1)
+        return *rotate_pairs(qk, turns).split_with_sizes((queries, keys), dim=1), v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = torch.cat([part.transpose(1, 2) for part in grads], dim=2)
+        # The transpose of a turn is the turn back.
+        pairs = torch.view_as_complex(grad.transpose(1, 2)[:, : ctx.turned].unflatten(-1, (-1, 2)))
+        pairs.mul_(ctx.turns.conj())
+        return grad, None, None, None
