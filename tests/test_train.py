@@ -143,7 +143,7 @@ from model.device import keep_freed_memory
 def status(key): return int(re.search(key + r":\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 keep_freed_memory()
 before = status("VmRSS")
-for _ in range(6):
+for _ in range(2):
     tensor = torch.ones(2**24)
     del tensor
 heap = pathlib.Path("/proc/self/smaps").read_text().split("[heap]")[1:]
@@ -151,7 +151,7 @@ print(status("VmRSS") - before, any(" hg" in re.search("VmFlags:.*", part)[0] fo
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     kept, huge = done.stdout.split()
-    # kB: the 65,536 of one tensor stay, or of two where the rest of the first is a little too small for the second.
+    # kB: the 65,536 of one tensor stay, or of both where what the first left is a little too small for the second.
     assert 60_000 < int(kept) < 150_000
     modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     assert huge == str(modes.is_file())
