@@ -159,7 +159,7 @@ def train_step(
     loss = team.total(loss)
     own_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     grad_norm = own_norm.full_tensor() if is_spread(own_norm) else own_norm
-    if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
+    if not bool(torch.isfinite(loss + grad_norm)):
         raise NonFiniteError(f"loss is {loss.item()}, gradient norm is {grad_norm.item()}")
     if grad_norm > grad_clip:  # else all would be multiplied by 1
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, own_norm)

@@ -37,7 +37,7 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
+        sums, grad_head = torch.promote_types(head.dtype, torch.float32), None
         rows = max(1, LOGITS[hidden.device.type] // head.shape[0])
         parts = zip(grad_hidden.split(rows), hidden.split(rows), targets[:, None].split(rows), strict=True)
         for part, h, y in parts:
@@ -51,7 +51,8 @@ class _SummedLoss(torch.autograd.Function):
             # The shares, less one at the target, are the gradient by the logits.
             slope = z.mul_(total_exp.reciprocal()).scatter_add_(1, y, -torch.ones_like(at_target)).to(dtype)
             part.copy_(slope @ head)
-            grad_head += slope.T @ h
+            product = (slope.T @ h).to(sums)
+            grad_head = product if grad_head is None else grad_head.add_(product)
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
         return total
 
