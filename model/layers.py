@@ -134,7 +134,7 @@ class _SwiGLU(torch.autograd.Function):
         grad_inner = torch.mm(grad, down, out=inner)
         grad_raised = shape.mul_(grad_inner)
         grad_gated = torch.ops.aten.silu_backward.grad_input(grad_inner.mul_(raised), gated, grad_input=raised)
-        grad_x = (grad_gated @ gate).addmm_(grad_raised, up)
+        grad_x = torch.addmm(grad_gated @ gate, grad_raised, up)
         return grad_x, grad_gated.T @ x, grad_raised.T @ x, grad_down
 
 
