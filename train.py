@@ -395,10 +395,17 @@ class Training:
         rate = learning_rate(settings, progress.step)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
-        windows = self.order.at(progress.step)
-        updated = self.forward, self.optimizers, self.tokens, windows, context
-        how = self.micro_batch_size, settings.grad_clip, self.autocast, self.team
-        loss, grad_norm = train_step(*updated, *how)
+        loss, grad_norm = train_step(
+            self.forward,
+            self.optimizers,
+            self.tokens,
+            self.order.at(progress.step),
+            context,
+            self.micro_batch_size,
+            settings.grad_clip,
+            self.autocast,
+            self.team,
+        )
         progress.step += 1
         progress.val_loss = None
         progress.tokens += settings.batch_size * context
