@@ -136,7 +136,7 @@ def train_step(
     grad_clip: float,
     autocast: AbstractContextManager,
     team: Team,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[float, float]:
     """One update on `windows`; returns the mean loss in nats per token and the gradient norm before clipping.
 
     The loss is a sum over all targets of the step divided by their number, so micro-batches of any size
@@ -159,13 +159,15 @@ def train_step(
     loss = team.total(loss)
     own_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     grad_norm = own_norm.full_tensor() if is_spread(own_norm) else own_norm
-    if not bool(torch.isfinite(loss + grad_norm)):
-        raise NonFiniteError(f"loss is {loss.item()}, gradient norm is {grad_norm.item()}")
-    if grad_norm > grad_clip:  # else all would be multiplied by 1
+    # Here alone the device is waited for.
+    mean, norm = torch.stack((loss, grad_norm)).tolist()
+    if not math.isfinite(mean + norm):
+        raise NonFiniteError(f"loss is {mean}, gradient norm is {norm}")
+    if norm > grad_clip:  # else all would be multiplied by 1
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, own_norm)
     for optimizer in optimizers:
         optimizer.step()
-    return loss, grad_norm
+    return mean, norm
 
 
 def reader(tokens: Tokens) -> Read:
@@ -374,7 +376,7 @@ class Training:
             rate, grad_norm = self.step()
             last = progress.step == settings.steps
             if progress.step % settings.log_every == 0 or last:
-                self.report(rate, grad_norm.item())
+                self.report(rate, grad_norm)
             if progress.step % self.config.eval.every == 0 or last:
                 pause = time.perf_counter()
                 self.validate()
@@ -389,7 +391,7 @@ class Training:
             signalled = signalled or self.team.largest(stop.signal or 0)
         return signalled
 
-    def step(self) -> tuple[float, Tensor]:
+    def step(self) -> tuple[float, float]:
         """One update; returns its learning rate and the gradient norm before clipping."""
         settings, progress, context = self.config.train, self.progress, self.config.data.context
         rate = learning_rate(settings, progress.step)
@@ -409,7 +411,7 @@ class Training:
         progress.step += 1
         progress.val_loss = None
         progress.tokens += settings.batch_size * context
-        progress.pending.append(loss.item())
+        progress.pending.append(loss)
         self.bar.update()
         return rate, grad_norm
 

@@ -74,12 +74,15 @@ def activation_bytes(config: ModelConfig, bf16: bool, checkpointing: bool = Fals
     With activation checkpointing that is what goes into every block, and all of the one block that is made again.
     """
     wide, narrow, width = config.n_heads * config.head_dim, config.kv_heads * config.head_dim, 2 if bf16 else 4
-    # Either norm keeps what it reads and its size in fp32. Attention keeps what it reads, the rotated queries and
-    # keys, its product (of which the values are a part) and its result; SwiGLU what it reads and four of its width.
-    # Autocast casts what gate and up read once for each.
-    kept = config.dim + (wide + narrow) + (wide + 2 * narrow) + wide + (2 if bf16 else 1) * config.dim
+    # Either norm keeps what it reads and its size in fp32. Attention keeps what it reads, its product of queries, keys
+    # and values, and its result; SwiGLU what it reads, gate and up. In fp32, that is on a CPU, queries and keys are
+    # turned in place and what follows gate and up is made again (rope.py, layers.py); otherwise those are kept as well,
+    # and autocast casts what gate and up read once for each.
+    kept = 2 * config.dim + (wide + 2 * narrow) + wide + 2 * config.ffn_dim
+    if bf16:
+        kept += config.dim + (wide + narrow) + 2 * config.ffn_dim
     norm = 4 * (config.dim + 1)
-    block = 2 * norm + width * (kept + 4 * config.ffn_dim)
+    block = 2 * norm + width * kept
     inputs = 4 * config.n_layers * config.dim
     return (inputs + block if checkpointing else config.n_layers * block) + norm + width * config.dim
 

@@ -115,7 +115,7 @@ def test_gradients_of_heads_that_rope_turns_are_those_of_autograd(kind: str, kv_
     gradients, values = [], []
     for encoding, split in ((Rotary, Rotary.split), (Rotary, PositionEncoding.split), (Other, Other.split)):
         x = heads(4, weight.shape).float().requires_grad_()
-        parts = split(encoding(config, positions, positions), x, 4, kv_heads)
+        parts = split(encoding(config, positions, positions), x.clone(), 4, kv_heads)  # it may overwrite them
         assert [part.shape for part in parts] == [(2, n, 7, 16) for n in (4, kv_heads, kv_heads)]
         # Squared, so that the gradients that come back depend on what went out.
         (torch.cat(parts, dim=1).transpose(1, 2) ** 2 * weight).sum().backward()

@@ -49,7 +49,7 @@ class PositionEncoding:
     ) -> tuple[Float[Tensor, "batch queries seq head_dim"], Tensor, Tensor]:
         """Queries, keys and values out of the heads of one product, which lie in this order; the first two rotated.
 
-        No hook: how it is done, not what. Keys and values are `(batch, keys, seq, head_dim)`.
+        No hook: how it is done, not what. `heads` may be overwritten. Keys and values are `(batch, keys, seq, head_dim)`.
         """
         # Split before heads and tokens change places: the gradients are joined as the product wants them, without a copy.
         qk, v = heads.split_with_sizes((queries + keys, keys), dim=2)
