@@ -36,11 +36,10 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=hidden.device)
-        grad_hidden = torch.empty_like(hidden)
-        sums, grad_head = torch.promote_types(head.dtype, torch.float32), None
+        parts, grad_head = [], None
+        sums = torch.promote_types(head.dtype, torch.float32)
         rows = max(1, LOGITS[hidden.device.type] // head.shape[0])
-        parts = zip(grad_hidden.split(rows), hidden.split(rows), targets[:, None].split(rows), strict=True)
-        for part, h, y in parts:
+        for h, y in zip(hidden.split(rows), targets[:, None].split(rows), strict=True):
             # Softmax in place, in fp32: log_softmax takes fresh memory and longer than all of this.
             logits = F.linear(h, head)
             z, dtype = logits.float(), logits.dtype
@@ -50,9 +49,10 @@ class _SummedLoss(torch.autograd.Function):
             total += (total_exp.log() - at_target).sum()
             # The shares, less one at the target, are the gradient by the logits.
             slope = z.mul_(total_exp.reciprocal()).scatter_add_(1, y, -torch.ones_like(at_target)).to(dtype)
-            part.copy_(slope @ head)
+            parts.append((slope @ head).to(h.dtype))
             product = (slope.T @ h).to(sums)
             grad_head = product if grad_head is None else grad_head.add_(product)
+        grad_hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
         return total
 
