@@ -181,6 +181,16 @@ def test_autocast_keeps_positions_exact(position: str):
     assert F.cosine_similarity(exact, cold, dim=0) > 0.999
 
 
+def test_autocast_leaves_the_residual_stream_in_fp32():
+    """Branches come in bf16 and are added; sums in bf16 would round the stream anew at every block."""
+    model, dtypes = build(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, made: dtypes.append(made.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids(1, 16))
+    assert dtypes == [torch.float32] * len(model.blocks)
+
+
 @pytest.mark.parametrize("position", POSITIONS)
 def test_nothing_is_kept_from_a_forward_pass(position: str):
     """A table for every length seen would be a leak."""
