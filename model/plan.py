@@ -146,25 +146,35 @@ class Plan:
         elsewhere = made.parameters - made.embedding
         lines = {
             "parameters": f"{made.parameters:,}, of them {made.embedding:,} in the embedding and {elsewhere:,} elsewhere",
-            "FLOPs": f"{made.flops_per_token / 1e9:.4g} G a token of training: 6 x {made.matrices:,} parameters in "
+            "FLOPs": f"{_count(made.flops_per_token)} a token of training: 6 x {made.matrices:,} parameters in "
             f"matrices + {made.attention_factor} x layers x heads x head_dim x context",
-            "tokens": f"{self.tokens / 1e9:.4g} G, {self.tokens / made.parameters:.3g} a parameter",
-            "time": f"{self.seconds / 3600:,.1f} hours at {self.utilisation:.0%} of {self.devices} x "
+            "tokens": f"{_count(self.tokens)}, {self.tokens / made.parameters:.3g} a parameter",
+            "time": f"{_in_units(self.seconds, {'hours': 3600, 'minutes': 60, 'seconds': 1}, 3)} at {self.utilisation:.0%} of {self.devices} x "
             f"{unit.flops / 1e12:.3g} TFLOP/s",
-            "step": f"{_gb(self.activations)} of activations and {_gb(self.logits)} of logits a device, "
+            "step": f"{_bytes(self.activations)} of activations and {_bytes(self.logits)} of logits a device, "
             f"for {self.sequences} sequences at a time",
         }
         states = {"replicated": self.replicated} | ({"sharded": self.sharded} if self.devices > 1 else {})
         for name, state in states.items():
             lines[name] = (
-                f"{_gb(state)} of weights, gradients and optimizer a device; with the step "
-                f"{_gb(state + self.passing)} of {_gb(unit.memory)}: {self.verdict(state)}"
+                f"{_bytes(state)} of weights, gradients and optimizer a device; with the step "
+                f"{_bytes(state + self.passing)} of {_bytes(unit.memory)}: {self.verdict(state)}"
             )
         return lines
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
+def _in_units(value: float, units: dict[str, float], digits: int) -> str:
+    """`value` in the largest unit of which it has one, else in the last, to so many digits."""
+    name, size = next((unit for unit in units.items() if value >= unit[1]), list(units.items())[-1])
+    return f"{value / size:,.0f} {name}" if value >= 1000 * size else f"{value / size:.{digits}g} {name}"
+
+
+def _count(number: float) -> str:
+    return _in_units(number, {"G": 1e9, "M": 1e6, "k": 1e3}, 4)
+
+
+def _bytes(size: float) -> str:
+    return _in_units(size, {"GB": 1e9, "MB": 1e6, "kB": 1e3}, 3)
 
 
 def plan(

@@ -66,6 +66,13 @@ def test_plan_in_a_config_is_what_is_planned_now(name: str, capsys: pytest.Captu
         assert capsys.readouterr().out.splitlines()[1:] == re.findall(r"^#   (.*)$", figures, re.M)
 
 
+def test_a_plan_has_units_that_fit_its_size():
+    tiny = plan_of(parse_experiment(["--config", "tiny.yaml"]), 1, "h100", None).lines()
+    assert tiny["tokens"].startswith("51.2 k,") and tiny["FLOPs"].startswith("270.3 k ")
+    large = replace(plan_of(parse_experiment(["--config", "fineweb-edu-1b.yaml"]), 1, "h100", 8), utilisation=0.001)
+    assert large.lines()["time"].startswith("48,479 hours") and large.lines()["tokens"].startswith("25.17 G,")
+
+
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"position": "alibi"}, {"n_kv_heads": None}])
 def test_flops_are_those_that_torch_counts(changes: dict):
     """Torch counts all of attention's products, those that causality hides included."""
